@@ -18,10 +18,10 @@ from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training.distributed import World, join_world
 from training.guard import Diverged, Guard
-from training.metrics import Stopwatch, log_line
+from training.metrics import Stopwatch, log_line, val_losses
 from training.monitor import monitor_of
 from training.optim import build_optimizers, set_lr
-from training.parallel import Parallel, compiles, micro_batch_that_fits
+from training.parallel import Parallel, compiles, default_micro_batch
 from training.run import Run, TrainConfig, check_config, fill_model, take_architecture
 from training.signals import Signals
 from training.validation import NeedleProbe, losses_by_kind, validation_loss
@@ -44,7 +44,7 @@ def main(cfg: TrainConfig) -> float:
         if world.main:
             print(f"error: {error}", flush=True)
         loss = float("inf")
-    # After another error nothing is closed: nccl would wait for processes that are in a collective, before the error is said.
+    # After another error nothing is closed: nccl would wait for processes that are in a collective.
     world.close()
     return loss
 
@@ -69,7 +69,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     flops_per_token = model.flops_per_token()["total"]
     compiled = compiles(cfg.compile, flops_per_token * cfg.steps * cfg.batch_tokens, world)
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
-    micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
+    micro_batch = cfg.micro_batch or default_micro_batch(batch // world.size, T, world)
     loader = cleanup.enter_context(closing(Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))))
 
     # What is read while the model trains. A sharded model needs all processes to read it.
@@ -81,16 +81,15 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
 
     # ---------------------------------------- optimizers
     optimizers = build_optimizers(model, cfg.optim, world)
-    guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)
+    guard = Guard(optimizers, world, cfg.nonfinite)
 
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run = Run(cfg, model, optimizers, guard, tokenizer, world)
     if run.first == cfg.steps:
         signals.say(f"{run.folder}: already done, {run.first} steps")
-        return run.last_val_loss()
+        return val_losses(run.folder)[-1]
     cleanup.enter_context(run)
-    for line in run.opening(compiled, micro_batch):
-        signals.say(line)
+    signals.say(run.opening(compiled, micro_batch))
 
     # ---------------------------------------- loop: each turn reads, saves and ends at `step`, then trains the next one. The
     # last step is followed by a turn without training. A reading stands before the checkpoint of its step, so that a resume
@@ -164,7 +163,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
             with watch.paused(), autocast:
                 by_kind = losses_by_kind(model, inputs, targets, source, loader.samples(step, micro), world)
 
-        # the update: optimizer.step(), unless the loss or the gradient norm is not finite or an outlier
+        # the update: optimizer.step(), unless the loss or the gradient norm is not finite
         step += 1
         guard.step_optimizers(step, loss, norm)
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -22,13 +23,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 CONFIG_DIR = Path(__file__).parent
-OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's class; torch is not imported here
 LESS_MEMORY = (
     "the GPU has too little free memory: use a smaller micro_batch= (training) or batch= (evaluations), "
-    "activation_checkpointing=true, a smaller model or context, or end other processes that use the GPU"
+    "activation_checkpointing=true, or a smaller model or context"
 )
 USER_ERRORS = (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException)
-# Hydra must not write its own folder and log: their time-stamped names would differ between the ranks of a run.
+# Hydra must not write a folder and a log: their time-stamped names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
     "run": {"dir": "."},
     "sweep": {"dir": "runs", "subdir": "."},
@@ -40,16 +40,16 @@ HYDRA_OPTIONS = set(
     "--cfg -c --resolve --multirun -m --run -r --package -p --info -i --hydra-help --version --shell-completion -sc "
     "--config-path -cp --config-name -cn --config-dir -cd --experimental-rerun".split()
 )
-# Run as a file of its own: importing the package model would import torch, which data.prepare does not need (190 MB).
+IGNORED = ("hydra.run.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")
+# Importing the package model would import torch, which data.prepare does not need (190 MB).
 check_ranges = runpy.run_path(str(CONFIG_DIR.parent / "model" / "ranges.py"))["check_ranges"]
-ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Turn `main(cfg)` into a command line. `cfg` is a plain `schema` object with checked types and ranges (model/ranges.py).
 
-    A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2, and so does a
-    GPU without free memory; HYDRA_FULL_ERROR=1 shows the traceback instead. A sweep gets what `main` returns.
+    A user's mistake (USER_ERRORS) prints `error: ...` on one line and exits with 2; HYDRA_FULL_ERROR=1 shows the traceback.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -69,7 +69,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
         @functools.wraps(main)
         def entry() -> None:
             # Hydra then raises errors instead of printing several lines.
-            with one_line_errors(schema), environment_variables(HYDRA_FULL_ERROR="1"):
+            with one_line_errors(schema), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     from configs.help import print_help  # imported here because only --help needs it
 
@@ -83,41 +83,29 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
 
 def with_home(argument: str) -> str:
-    """`path=~/x` with the home folder, which a shell puts only at the beginning of a word; also in quotes and in lists."""
+    """`path=~/x` with the home folder, also in quotes and in lists."""
     return re.sub(r"(?<=[=,\['\"])~(?=/|$)", lambda _: os.path.expanduser("~"), argument)
 
 
 def options_first(arguments: list[str]) -> list[str]:
-    """Hydra's options before all overrides, because Hydra takes no option between them. ValueError for other options."""
+    """Hydra's options before all overrides, because Hydra takes no option between them."""
     for argument in arguments:
-        if argument.startswith("-") and argument.split("=")[0] not in HYDRA_OPTIONS:
+        key = argument.split("=")[0]
+        if argument.startswith("-") and key not in HYDRA_OPTIONS:
             raise ValueError(f"cannot read {argument}: type KEY=VALUE without dashes, as in steps=20")
+        if key.lstrip("+") in IGNORED:
+            raise ValueError(f"{key}= has no effect here: use run_dir=, runs= or hydra.sweep.dir= (training), or out=")
     return sorted(arguments, key=lambda argument: argument[0:1] == "~" or (argument[0:1] != "-" and "=" in argument))
 
 
 @contextlib.contextmanager
-def environment_variables(**values: str) -> Iterator[None]:
-    """A context in which the environment of this process, and of new processes, has these variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextlib.contextmanager
 def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
-    """Print a user's error as one line and exit with 2; a bug keeps its traceback.
-
-    every_rank: each process of torchrun prints its own error with its rank, not rank 0 alone.
-    """
+    """Print a user's error as one line and exit with 2; a bug keeps its traceback. every_rank: not rank 0 alone prints it."""
     try:
         yield
     except Exception as error:
-        out_of_memory = type(error).__name__ == OUT_OF_MEMORY
-        if ASKED_FOR_TRACEBACK or not (out_of_memory or isinstance(error, USER_ERRORS)):
+        out_of_memory = type(error).__name__ == "OutOfMemoryError"  # of torch, which is not imported here
+        if TRACEBACK or not (out_of_memory or isinstance(error, USER_ERRORS)):
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or every_rank:
@@ -131,7 +119,7 @@ def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException, schema: type) -> str:
-    """One line for `error`: what is wrong and, for an unknown or missing key, what to type instead."""
+    """One line for `error`: what is wrong and what to type instead."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key, text = getattr(cause, "full_key", None), str(cause)
     if isinstance(error, OverrideParseException):
@@ -143,15 +131,16 @@ def explain(error: BaseException, schema: type) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        close = difflib.get_close_matches(key, _keys(OmegaConf.to_container(OmegaConf.structured(schema))), n=1, cutoff=0.5)
+        close = difflib.get_close_matches(key, flatten(OmegaConf.to_container(OmegaConf.structured(schema))), n=1, cutoff=0.5)
         hint = f"did you mean '{close[0]}'?" if close else "`--cfg job` lists the keys"
         return f"there is no configuration key '{key}'; {hint}"
     text = f"{key}: {text.splitlines()[0]}" if key else text  # the other lines repeat the key
     return " ".join(text.split()) or type(error).__name__  # a MemoryError has no text
 
 
-def _keys(group: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in group.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

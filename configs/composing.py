@@ -23,7 +23,7 @@ def compose_job(name: str, overrides: list[str]) -> Any:
 
 
 def merged(*parts: list[str]) -> list[str]:
-    """The overrides in order; among several overrides of one key, the last is kept."""
+    """The overrides in order, of each key the last one."""
     last: dict[str, str] = {}
     for override in (o for part in parts for o in part):
         last.pop(key_of(override), None)
@@ -38,12 +38,8 @@ def key_of(override: str) -> str:
 
 def overrides_of(values: dict[str, Any]) -> list[str]:
     """The values as key=value, in Hydra's syntax."""
-    return [
-        quoted(f"{key}={value}")
-        if isinstance(value, str | Path)
-        else f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
-        for key, value in values.items()
-    ]
+    texts = {key: json.dumps(value) if value is None or isinstance(value, bool) else value for key, value in values.items()}
+    return [quoted(f"{key}={text}") if isinstance(values[key], str | Path) else f"{key}={text}" for key, text in texts.items()]
 
 
 def quoted(override: str) -> str:
@@ -60,7 +56,7 @@ def quote(text: str) -> str:
 
 
 def read_value(override: str) -> Any:
-    """The value that Hydra reads in KEY=VALUE; None if Hydra cannot read it."""
+    """The value that Hydra reads in KEY=VALUE, None if it cannot."""
     try:
         return OverridesParser.create().parse_override(override).value()
     except HydraException:

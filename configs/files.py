@@ -1,6 +1,7 @@
 """Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
 
 import errno
+import fcntl
 import gzip
 import json
 import math
@@ -14,11 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such module
-    fcntl = None
-
 LOCK = ".lock"  # the file of a FolderLock
 FULL = "free some space and repeat the command"
 FIXES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EIO: "the disk has failed there, copy the file to another one"}
@@ -28,7 +24,7 @@ NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|n
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path, and what to do if that is known, to the OSError of a read or a write, as of a full disk: it has none."""
+    """Add the path, and what to do if that is known, to the OSError of a read or a write, which has none."""
     try:
         yield
     except OSError as error:
@@ -53,7 +49,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
-    """Write the `json_text` of `content` atomically, indented, but with a list of numbers on one line."""
+    """Write `content` atomically, indented, but with a list of numbers on one line."""
     text = json_text(content, indent=indent)
     write_atomic(path, NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[1].split())}]", text).encode())
 
@@ -72,7 +68,7 @@ def _finite(content: Any) -> Any:
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:
-    """The object in a JSON file. ValueError with `fix` at its end if the file holds no object."""
+    """The object in a JSON file; fix: of a damaged one."""
     if (content := _object(path.read_bytes())) is None:
         raise ValueError(f"{path} is damaged: {fix}")
     return content
@@ -87,7 +83,7 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
-    """The config.yaml of a run's folder. ValueError if the file is not YAML or lacks one of `groups`."""
+    """The config.yaml of a run's folder, which must have `groups`."""
     import yaml
 
     path = run / "config.yaml"
@@ -102,8 +98,8 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one JSON object per line, by gzip compressed or not; none if there is no file, none in a line
-    that does not end in "}" (cut by a kill). ValueError: another line is no JSON object, or the compressed file is damaged.
+    """The objects of a file with one JSON object per line (.gz: compressed); none if there is no file, none in a line that
+    does not end in "}" (cut by a kill).
     """
     if not path.is_file():
         return
@@ -120,7 +116,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into. At the end of the block it becomes `path` (`replace_folder`); on an error it is deleted."""
+    """A new folder to write into. At the end of the block it becomes `path`; on an error it is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _temporary(path)
     partial.mkdir()
@@ -132,15 +128,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(path: Path, partial: Path) -> None:
-    """Give the folder `partial` the name `path`, in place of an older folder, which a kill leaves as .NAME.replaced."""
-    replaced = path.with_name(f".{path.name}.replaced")
+    """Give the folder `partial` the name `path`, in place of an older folder."""
     if path.is_dir():
+        replaced = _temporary(path)
+        os.replace(path, replaced)
+        os.replace(partial, path)
         with suppress(OSError):
             remove(replaced)
-        os.replace(path, replaced)
-    os.replace(partial, path)
-    with suppress(OSError):
-        remove(replaced)
+    else:
+        os.replace(partial, path)
 
 
 def _temporary(path: Path) -> Path:
@@ -148,7 +144,7 @@ def _temporary(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed commands left half-written in `folder`, where it can be removed. Nobody else may write there."""
+    """Remove what killed commands left half-written in `folder`, where nobody else writes."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):  # a file that another program holds open
             remove(path)
@@ -165,31 +161,18 @@ def remove(path: Path) -> None:
 class FolderLock:
     """The right of one process to write into a folder. ValueError if another process has the right and does `what` there.
 
-    The kernel releases the lock when the process ends in any way. On a file system without locks, all processes get it.
+    On a file system without locks, all processes get it.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
-        # Not through a symbolic link, whose target `note` would truncate.
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        self._file = os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+")
-        self._file.seek(0)
-        self.holder = self._file.read().strip()  # the note of the last holder
+        self._file = (folder / LOCK).open("a")
         try:
-            with suppress(AttributeError):  # fcntl is None
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            who = f"another process ({self.holder})" if self.holder else "another process"
-            raise ValueError(f"{folder} is in use: {who} {what}: wait until it ends, or stop it") from None
+            raise ValueError(f"{folder} is in use: another process {what}: wait until it ends, or stop it") from None
         except OSError:
             pass
 
-    def note(self, text: str) -> None:
-        """Write down the holder of the lock, for the error message of other processes."""
-        self._file.truncate(0)
-        self._file.write(f"{text}\n")
-        self._file.flush()
-
     def release(self) -> None:
-        """Release the lock."""
         self._file.close()

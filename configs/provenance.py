@@ -41,12 +41,9 @@ def cpu_name() -> str:
 
 
 def version() -> str:
-    """Git commit, with `-dirty` if the code (not documents) differs from it; `unknown` outside of the project's checkout.
-
-    Files that git does not know count where the project has its code: a new configuration or module there takes effect.
-    """
+    """Git commit, with `-dirty` if the code, new files included, differs from it; `unknown` outside of a checkout."""
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():  # inside of another repository
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():  # of another repository
             return "unknown"
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=all", "--", *CODE).splitlines()
@@ -63,7 +60,7 @@ def _git(*arguments: str) -> str:
 
 
 def result_record(kind: str, name: str, config: Any, results: Any, **more: Any) -> dict[str, Any]:
-    """The content of every result's JSON: kind of evaluation, run's name, configuration, machine, code version, results."""
+    """The content of every result's JSON."""
     plain = asdict(config) if is_dataclass(config) else config
     about = {"eval": kind, "run": name, "config": plain, "machine": machine(), "version": version()}
     return {**about, **more, "results": results}

@@ -161,8 +161,8 @@ def open_split(
     fix = f"prepare it: python -m data.prepare {source}"
     meta = read_meta(folder)
     if meta:
-        paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
-        fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
+        paths = [folder / shard["file"] for shard in meta.get("splits", {}).get(split, {}).get("shards", [])]
+        fingerprint = fingerprint or meta.get("tokenizer", {}).get("fingerprint")
         if not paths and split == "val":
             fix = "prepare as another data.name=NAME with a larger data.val_fraction"
             raise ValueError(f"{folder} was prepared without validation text: {fix}")

@@ -1,8 +1,7 @@
-"""Checkpoints: finding, checking and reading them. Nothing is unpickled; the newest whole one is used.
+"""Finds, checks and reads checkpoints, which training/saver.py writes. Nothing is unpickled; the newest whole one is used.
 
-A checkpoint is a folder of safetensors files and state.json. A process that holds a whole model writes model.safetensors and
-optimizer.safetensors. Processes that share a model write files of their pieces (model-part1.safetensors), whose headers say
-where in the whole tensors each piece begins, as torch.distributed.checkpoint does. training/saver.py writes them.
+A checkpoint is a folder of safetensors files and state.json. Processes that share a model write files of their pieces
+(model-part1.safetensors), whose headers say where in the whole tensors each piece begins.
 """
 
 import hashlib
@@ -21,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from configs import flatten
 from configs.files import read_run_config
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
@@ -37,14 +37,6 @@ Tensors = dict[str, torch.Tensor]
 Loaded = TypeVar("Loaded")
 
 
-class NotFinite(ValueError):
-    """A checkpoint with a NaN or an infinity in a tensor."""
-
-
-class OtherModel(ValueError):
-    """A checkpoint of another architecture."""
-
-
 @dataclass
 class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
@@ -56,12 +48,10 @@ class CheckpointConfig:
 
 
 def folder_name(step: int) -> str:
-    """The name of the checkpoint of `step`; names sort as their steps do."""
     return f"step_{step:08d}"
 
 
 def of_step(run_dir: Path, step: int) -> Path:
-    """Where the run's checkpoint of `step` is, or would be."""
     return run_dir / "checkpoints" / folder_name(step)
 
 
@@ -82,14 +72,14 @@ def load(
     """Fill `model`, and the optimizers and the guard where given, from a checkpoint folder; returns its step.
 
     Each process reads its pieces, whatever processes wrote the checkpoint; all must call it together. Nothing is filled before
-    all files are checked. ValueError for a folder that is not a whole checkpoint; OtherModel, which names the differences.
+    all files are checked. ValueError if the folder is not a whole checkpoint of this model.
     """
     state, weights = read_state(folder), own_weights(model)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
     _refuse_damaged(folder, state["sha256"], weights_only=optimizers is None)
     tensors = _read(folder, weights, state_shapes(optimizers or []))
     if bad := not_finite(tensors):
-        raise NotFinite(f"{folder}: {bad} is not finite")
+        raise ValueError(f"{folder}: {bad} is not finite: train again with a lower optim.lr")
     load_state(optimizers or [], {name: tensor for name, tensor in tensors.items() if name not in weights})
     model.load_state_dict({name: tensors[name] for name in weights}, strict=False)  # a tied head is not in the checkpoint
     if guard:
@@ -97,30 +87,22 @@ def load(
     return state["step"]
 
 
-def newest(
-    run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, fatal: type[ValueError] | tuple = (), resumes: bool = False
-) -> Loaded | None:
+def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
     """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints).
 
-    say: print one warning if an older checkpoint is used. resumes: the run is the caller's own, which may be started again.
-    ValueError if `use` raises one for every checkpoint, or a `fatal` one.
+    say: print one warning if an older checkpoint is used. resumes: the caller trains this run, and may start it again.
     """
     errors: list[ValueError] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
             loaded = use(folder)
-        except fatal:
-            raise
+            if errors and say:
+                print(f"warning: {errors[0]}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
+            return loaded
         except ValueError as error:
             if not folder.is_dir():  # a process that trains this run has replaced it by a newer one
-                return newest(run_dir, use, say, fatal, resumes)
+                return newest(run_dir, use, say, resumes)
             errors.append(error)
-            continue
-        if errors and say:
-            print(f"warning: {errors[0]}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
-        return loaded
-    if errors and all(isinstance(error, OtherModel) for error in errors):
-        raise errors[0]  # the checkpoints are sound
     if errors:
         fix = f"delete {run_dir / 'checkpoints'} to start again" if resumes else "copy that run again, or give another one"
         raise ValueError(f"{errors[0]}; no older checkpoint can be used: {fix}")
@@ -139,11 +121,7 @@ class LoadedRun:
 
 
 def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
-    """The newest whole checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration.
-
-    ValueError if the newest checkpoint has weights that are not finite. An older checkpoint does not replace it, because
-    its weights are not the result of the training.
-    """
+    """The newest whole checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
     path = Path(run)
     if not (path / "config.yaml").exists():
         raise FileNotFoundError(f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)")
@@ -153,16 +131,11 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
         model = Decoder(decoder_config(read_state(folder)["model"]))
         return model, load(folder, model)
 
-    try:
-        if step is None:
-            loaded = newest(path, use, fatal=NotFinite)
-        else:
-            loaded = use(of_step(path, step)) if of_step(path, step).is_dir() else None
-    except NotFinite as error:
-        raise ValueError(f"{error}: train again with a lower optim.lr") from None
+    if step is not None and not of_step(path, step).is_dir():
+        raise FileNotFoundError(f"{path} has no checkpoint of step {step}: let the training write it")
+    loaded = newest(path, use) if step is None else use(of_step(path, step))
     if loaded is None:
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
+        raise FileNotFoundError(f"{path} has no checkpoint: let the training finish, or continue it with resume=true")
     return LoadedRun(loaded[0].to(device).eval(), load_tokenizer(path), config, loaded[1], path)
 
 
@@ -170,9 +143,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json: step, the model's configuration, checksums. ValueError if invalid or edited."""
     try:
         state = json.loads((folder / STATE).read_text())
-        checksum = state.pop("checksum", None)  # older checkpoints have none
-        typed = [type(state[key]) for key in ("step", "model", "sha256")] == [int, dict, dict]
-        whole = typed and folder_name(state["step"]) == folder.name and checksum in (None, state_checksum(state))
+        whole = state.pop("checksum") == state_checksum(state) and folder_name(state["step"]) == folder.name
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
@@ -181,7 +152,6 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def state_checksum(state: dict[str, Any]) -> str:
-    """Checksum of the content of state.json."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -201,15 +171,7 @@ def _refuse_other_model(folder: Path, saved: dict[str, Any], ours: dict[str, Any
     differ.sort(key=lambda key: "." in key)  # the options of single variants last
     if differ:
         what = ", ".join(f"{key} ({saved[key]} there, {ours[key]} here)" for key in differ[:4])
-        raise OtherModel(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
 
 
 def _refuse_damaged(folder: Path, checksums: dict[str, str], weights_only: bool) -> None:
@@ -228,16 +190,12 @@ def _refuse_damaged(folder: Path, checksums: dict[str, str], weights_only: bool)
 
 
 def sha256(path: Path) -> str:
-    """Checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, torch.dtype]]) -> Tensors:
-    """Tensors like `weights` by NAME, each split as there, and optimizer state of the shapes `state` by NAME/KEY, if any.
-
-    ValueError if the folder holds other tensors, or if its files cannot be read.
-    """
+    """Tensors like `weights` by NAME, each split as there, and optimizer state of the shapes `state` by NAME/KEY, if any."""
     try:
         reader = HuggingFaceStorageReader(str(folder))
         metadata = reader.read_metadata().state_dict_metadata
@@ -247,9 +205,7 @@ def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, tor
         if not state:  # or nobody asks for it
             saved = {name: shape for name, shape in saved.items() if "/" not in name}
         elif state.keys() != saved.keys() - weights.keys():
-            raise ValueError(
-                f"{folder}: its optimizer state belongs to other parameters: use init_from=RUN to take the weights"
-            )
+            raise ValueError(f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take the weights")
         wanted = {name: (p.shape, p.dtype) for name, p in weights.items()} | state
         if saved != wanted:
             name = min(name for name, _ in set(saved.items()) ^ set(wanted.items()))
@@ -263,7 +219,7 @@ def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, tor
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException, OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is damaged ({str(error).splitlines()[0]})") from None
-    except RuntimeError:  # of torch, for a file that is not there any more
+    except RuntimeError:
         if folder.is_dir():
             raise
         raise ValueError(f"{folder} was deleted while it was read") from None

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.provenance import cpu_name
+from model.attention.base import check_choice
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 5.0  # seconds in which the processes that lost it tell each other that they are not the one
@@ -30,7 +29,7 @@ _runs = itertools.count()  # numbers the runs of this process: a sweep has sever
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that torchrun started; `size` is 1 without torchrun."""
+    """This process among those of torchrun; `size` is 1 without torchrun."""
 
     rank: int
     size: int
@@ -82,43 +81,34 @@ class World:
             failed = isinstance(error, RuntimeError)
             if failed and self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 if self.store and "imed out" in str(error):
-                    raise ConnectionError(
-                        f"no answer for {TIMEOUT} from {self.silent()}: see what it or its machine does, then use resume=true"
-                    ) from None
-                raise ConnectionError("another process has ended: see its own error, printed above by its rank") from None
+                    wrong = f"no answer for {TIMEOUT} from {self.silent()}"
+                    raise ConnectionError(f"{wrong}: see what it or its machine does, then use resume=true") from None
+                raise ConnectionError("another process has ended: see the error that its rank has printed above") from None
             if failed and "can't allocate memory" in str(error):
                 fix = "use a smaller micro_batch=, activation_checkpointing=true, or a smaller model or context"
                 raise MemoryError(f"this machine has too little free memory: {fix}") from None
-            if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own output with this line
+            if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last line that torchrun prints
                 Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
             raise
 
     def silent(self) -> str:
-        """After a timeout: the ranks that do not say through the store, within PATIENCE, that they waited as well."""
-        ranks = [0]  # whose process keeps the store where torchrun does not: if it hangs, the question has no answer
-
-        def ask() -> None:
-            self.store.set(f"waited_{self.rank}", "")
-            time.sleep(PATIENCE)
-            ranks[:] = [rank for rank in range(self.size) if not self.store.check([f"waited_{rank}"])]
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(2 * PATIENCE)
-        return f"rank {', '.join(map(str, ranks))}" if ranks else "the network between the ranks"
+        """After a timeout: the ranks that do not write into the store, within PATIENCE, that they waited as well."""
+        self.store.set(f"waited_{self.rank}", "")
+        time.sleep(PATIENCE)
+        ranks = [str(rank) for rank in range(self.size) if not self.store.check([f"waited_{rank}"])]
+        return f"rank {', '.join(ranks)}" if ranks else "the network between the ranks"
 
 
 def join_world(device: str = "auto") -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs); without torchrun, a world of one process."""
     where = pick_device(device)
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size, store = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), None
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}: unset both, or start the processes with torchrun")
-    _refuse_shared_gpus(where)
-    store = None
     if where.type == "cpu":
         _keep_freed_memory()
-    if where.type == "cuda":
+    else:
+        _refuse_shared_gpus(where)
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
         gc.collect()  # an earlier run of a sweep may have left its model, its cache and its peak
@@ -126,11 +116,11 @@ def join_world(device: str = "auto") -> World:
         torch.cuda.reset_peak_memory_stats(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size > 1:
-        # torchrun keeps one store over its restarts, and over the runs of a sweep. A prefix of its own keeps each attempt and
-        # each run from reading what the processes of an earlier one have written.
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-            store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
+            # torchrun keeps one store over its restarts, and over the runs of a sweep.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt_{attempt}_run_{next(_runs)}", store)
             backend = "nccl" if where.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         except dist.DistError as error:
@@ -142,52 +132,37 @@ def join_world(device: str = "auto") -> World:
 def _refuse_shared_gpus(device: torch.device) -> None:
     """ValueError if several processes of this machine would use one GPU, which nccl cannot."""
     processes, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if device.type != "cuda" or processes == 1:
-        return
-    if device.index is not None:
-        raise ValueError(f"device={device} is one GPU for {processes} processes: use device=cuda")
-    if int(os.environ.get("LOCAL_RANK", 0)) >= count:
-        raise ValueError(f"{processes} processes, but torch sees {count} GPUs: use torchrun --nproc_per_node={count}")
-
-
-def restarts() -> int:
-    """How often torchrun (--max-restarts) or Slurm (requeue) has started this run's processes again."""
-    return sum(int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if processes > (count if device.index is None else 1):
+        wrong = f"{processes} processes would share the GPUs of device={device}"
+        raise ValueError(f"{wrong}: use device=cuda and torchrun --nproc_per_node={count} or less")
 
 
 def pick_device(wish: str) -> torch.device:
-    """`auto`: the GPU where there is one, else the CPU. ValueError: unknown name, or torch does not see the GPU."""
-    count = torch.cuda.device_count()
+    """`auto`: the GPU where there is one, else the CPU."""
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wish):
         raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda")
-    if wish != "cpu" and not count:
-        raise ValueError(f"device={wish}, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
-    if int(wish.partition(":")[2] or 0) >= max(1, count):
-        raise ValueError(f"device={wish}, but torch sees {count} CUDA GPUs: use device=cuda:{count - 1} or less")
+    count = torch.cuda.device_count()
+    if wish != "cpu" and int(wish.partition(":")[2] or 0) >= count:
+        raise ValueError(f"device={wish}, but torch sees {count} CUDA GPUs: use another one, or device=cpu")
     return torch.device(wish)
 
 
 def _keep_freed_memory() -> None:
     """Tell glibc to keep large freed blocks: else each step maps its activations anew, a quarter of the time of a CPU step."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            m_trim_threshold, m_mmap_threshold = -1, -3
-            libc.mallopt(m_trim_threshold, 2**31 - 1)
-            libc.mallopt(m_mmap_threshold, 2**30)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_mmap_threshold, 2**30)
 
 
 def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 where the device multiplies it faster than float32: GPUs, CPUs with AMX, AMD CPUs with AVX512-BF16.
-
-    Intel's AVX512-BF16 is slower than its float32 (docs/PERFORMANCE.md).
-    """
-    if wish in ("float32", "bfloat16"):
-        return getattr(torch, wish)
+    """`auto`: bfloat16 where the device multiplies it faster than float32: GPUs, CPUs with AMX, AMD CPUs with AVX512-BF16."""
+    check_choice("dtype", wish, ("auto", "float32", "bfloat16"))
     if wish != "auto":
-        raise ValueError(f"dtype={wish} is unknown: use auto, float32 or bfloat16")
+        return getattr(torch, wish)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     fast = torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AMD" in cpu_name())
@@ -196,11 +171,10 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
 
 def slow_bfloat16(device: torch.device) -> bool:
     """Whether this is a CPU for which oneDNN has no product of bfloat16 matrices: they take dozens of times the time."""
-    if device.type != "cpu":
-        return False
-    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type == "cpu" and not able
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, which may be split over processes."""
+    """What this process holds of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,10 @@
 """What a run reports: metrics.jsonl is the record; the terminal lines and wandb repeat it."""
 
+import errno
 import json
 import math
+import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,13 @@ from typing import Any
 
 import torch
 
-from configs.files import json_text, read_json_lines, write_atomic
+from configs.files import json_text, naming, read_json_lines, write_atomic
 from training.distributed import World
 from training.tracking import mirror, start_wandb
 
 STATUS = Path("/proc/self/status")  # of Linux
 
-# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first key found in the device's name counts.
+# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first key in the device's name counts.
 PEAK_FLOPS = {
     "B200": 2250e12, "H200 NVL": 835e12, "GH200": 989e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
     "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "A10G": 70e12, "L40S": 362e12, "L40": 181e12,
@@ -29,26 +30,16 @@ PEAK_FLOPS = {
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bfloat16 peak in FLOP/s; None where it is not in the table (CPUs and MIG slices of a card are not)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    if re.search(r"\bMIG\b", name):  # a part of the card's processors, under the card's name
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "MIG"
+    if "MIG" in name:
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! (Ti|D|Laptop)\b)", name)), None)
 
 
 def memory_gb(device: torch.device) -> float | None:
-    """Peak memory so far in GB, to the MB: allocated on the GPU, or resident in this process (None on Windows)."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
-    if (peak := status_gb("VmHWM")) is not None:  # ru_maxrss includes the peak of the process that started this one
-        return round(peak, 3)
-    try:
-        import resource
-    except ImportError:  # Windows has no such module
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
+    """Peak memory so far in GB, to the MB: allocated on the GPU, or resident in this process (None but on Linux)."""
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else status_gb("VmHWM")
+    return None if peak is None else round(peak, 3)
 
 
 def status_gb(key: str) -> float | None:
@@ -58,10 +49,7 @@ def status_gb(key: str) -> float | None:
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` (and wandb, where asked). Only rank 0 makes one.
-
-    Lines after step `first`, where the run begins or goes on, are dropped: those steps are run again.
-    """
+    """Appends to `metrics.jsonl` and wandb, on rank 0. Lines after step `first`, where the run goes on, are dropped."""
 
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
@@ -79,26 +67,21 @@ class Metrics:
         text = f"{json_text(line)}\n".encode()
         if not self.path.exists():
             raise ValueError(f"{self.path} was deleted while the run was trained: train it again")
-        try:
+        with naming(self.path):
             if self.file.write(text) < len(text):
-                raise OSError("no space left on device")
-        except OSError as error:
-            advice = "free space, then use resume=true; its checkpoints are kept"
-            raise ValueError(f"{self.path} cannot be written ({error}): {advice}") from None
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.wandb:
             mirror(self.wandb, line)
 
     def close(self) -> None:
         self.file.close()
         if self.wandb:
-            losses = val_losses(self.path.parent)
-            self.wandb.summary.update({"best_val_loss": min(losses)} if losses else {})
+            self.wandb.summary.update({"best_val_loss": min(val_losses(self.path.parent))})
             self.wandb.finish()
 
 
 def val_losses(run_dir: Path) -> list[float]:
-    """The run's validation losses so far, in the order of their steps."""
-    return [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
+    return [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line] or [math.nan]
 
 
 class Stopwatch:
@@ -134,8 +117,8 @@ class Stopwatch:
 
 def log_line(step: int, steps: int, batch_tokens: int, line: dict[str, Any]) -> str:
     """The terminal line of a logged step, from its line of metrics.jsonl."""
-    mfu = f"{line['mfu']:.1%}" if line.get("mfu") is not None else "n/a"
-    memory = f"{line['mem_gb']:.2f} GB" if line.get("mem_gb") is not None else "n/a"
+    mfu = "n/a" if line["mfu"] is None else f"{line['mfu']:.1%}"
+    memory = "n/a" if line["mem_gb"] is None else f"{line['mem_gb']:.2f} GB"
     eta = clock((steps - step) * batch_tokens / max(line["tokens_per_s"], 0.1))
     return (
         f"step {step:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | lr {line['lr']:.2e} | norm {line['grad_norm']:.2f}"
@@ -144,5 +127,4 @@ def log_line(step: int, steps: int, batch_tokens: int, line: dict[str, Any]) -> 
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03."""
     return str(timedelta(seconds=int(seconds)))

@@ -1,9 +1,8 @@
 """The monitor: logs lambda, gates, path weights and statistics of attention maps while a model trains.
 
-It runs a small batch of validation text, always the same, through the model and reads a few layers. Training is not affected:
-no gradient, no random number, no change to a compiled graph. A line of metrics.jsonl then has `monitor/layer_I/NAME` for each
-chosen layer, `monitor/mean/NAME` and `monitor/std/NAME` over the layers with a value for NAME, and `monitor_s`, the seconds
-that the reading took. docs/METHODS.md defines the names.
+It reads a few layers on a small batch of validation text, always the same, and changes nothing of training. metrics.jsonl then
+has `monitor/layer_I/NAME`, `monitor/mean/NAME` and `monitor/std/NAME` over the layers, and `monitor_s`, the seconds that the
+reading took. docs/METHODS.md defines the names.
 """
 
 import math
@@ -51,7 +50,7 @@ class Monitor:
 
     @torch.no_grad()  # not inference_mode: a block mask cached in there could not be used in training
     def read(self) -> dict[str, float]:
-        """Key -> number, without numbers that are not finite. Restores the mode (train or eval) of the model."""
+        """Key -> number, without numbers that are not finite."""
         start, training = time.perf_counter(), self.model.training
         readings: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
         hooks = [self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, readings[i])) for i in self.layers]
@@ -71,7 +70,6 @@ class Monitor:
 
 
 def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: torch.device) -> Monitor | None:
-    """A monitor on windows of the validation text at even distances; None where `cfg.every` is 0."""
     if not cfg.every:
         return None
     chosen = np.stack([windows.window(i) for i in evenly(len(windows), cfg.windows)])
@@ -95,7 +93,7 @@ def evenly(n: int, count: int) -> list[int]:
 
 
 def of_maps(maps: Tensor) -> dict[str, Tensor]:
-    """Statistics of signed attention maps (B, heads, R, S): means over windows, heads and query rows."""
+    """Of signed attention maps (B, heads, R, S): means over windows, heads and query rows."""
     first = first_share(maps)  # (B, heads, R)
     return {
         "entropy": entropy(maps).mean(),
@@ -107,7 +105,7 @@ def of_maps(maps: Tensor) -> dict[str, Tensor]:
 
 
 def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Statistics of the two maps of differential heads, (B, heads, R, S) each, and their overlap; {} for other layers."""
+    """Of the two maps of differential heads, (B, heads, R, S) each, and their overlap; {} for other layers."""
     if maps is None:
         return {}
     values = {"overlap": overlap(*maps).mean()}
@@ -117,8 +115,7 @@ def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
 
 
 def _note(values: dict[str, Tensor], layer: Attention, inputs: tuple) -> None:
-    """Store copies of the layer's readings in `values`; copies, because FSDP frees parameters."""
-    values.update({name: value.clone() for name, value in layer.readings(inputs[0]).items()})
+    values.update({name: value.clone() for name, value in layer.readings(inputs[0]).items()})  # FSDP frees parameters
 
 
 def _summary(numbers: dict[tuple[int, str], float]) -> dict[str, float]:

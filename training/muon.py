@@ -18,9 +18,8 @@ GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torc
 class Muon(torch.optim.Muon):
     """torch.optim.Muon (state, groups, update), computed for stacks of matrices, which the processes share out.
 
-    world: the processes that hold the same matrices (DDP); None: this one alone. Matrices that are split by rows (FSDP) say
-    themselves which processes hold their parts. A step obeys `found_inf` (), which training.guard sets as torch.amp.GradScaler
-    does: where it is 1, weights and state stay.
+    world: the processes that hold the same matrices (DDP); None: this one alone. Where `found_inf` () is 1, which
+    training.guard sets, a step leaves weights and state as they are.
     """
 
     _step_supports_amp_scaling = True
@@ -46,7 +45,7 @@ class Muon(torch.optim.Muon):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         share = Share(params[0], len(params), self.rank, self.processes)
-        own, grads = [local(p) for p in params], [local(p.grad) for p in params]
+        held, grads = [local(p) for p in params], [local(p.grad) for p in params]
         sums = [local(self.state[p]["momentum_buffer"]) for p in params]
         decay = 1 - group["lr"] * group["weight_decay"]
         if self.found_inf is not None:
@@ -62,16 +61,12 @@ class Muon(torch.optim.Muon):
         updates = share.give(x.mT if turned else x)
         if self.found_inf is not None:
             updates = updates * (1 - self.found_inf).to(updates.dtype)
-        torch._foreach_mul_(own, decay)
-        torch._foreach_add_(own, [update.to(own[0].dtype) for update in updates], alpha=-group["lr"] * scale)
+        torch._foreach_mul_(held, decay)
+        torch._foreach_add_(held, [update.to(held[0].dtype) for update in updates], alpha=-group["lr"] * scale)
 
 
 class Share:
-    """Gives each process an equal number of `count` matrices like `p` to work on, and all of them the results.
-
-    Of whole matrices each process takes its share, and one collective gathers the results. Of split ones, a collective brings
-    each process all rows of its share, and another brings the rows of the results back.
-    """
+    """Gives each process an equal number of `count` matrices like `p` to work on, and all of them the results."""
 
     def __init__(self, p: Tensor, count: int, rank: int, processes: int) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -80,14 +75,14 @@ class Share:
             self.group = p.device_mesh.get_group("shard")
             self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.each = -(-count // self.processes)  # matrices of a process; zeros, which stay zero, fill the last shares
-        self.rows, self.own = p.shape[0], len(local(p))
+        self.rows, self.held = p.shape[0], len(local(p))
         self.most = -(-self.rows // self.processes)  # rows of a split matrix that a process holds; the last ones hold fewer
 
     def take(self, stack: Tensor) -> Tensor:
         """The matrices of this process's share (each, rows, columns), of all `stack` (count, rows that it holds, columns)."""
         if self.processes == 1:
             return stack
-        filled = (0, 0, 0, self.most - self.own if self.split else 0, 0, self.each * self.processes - self.count)
+        filled = (0, 0, 0, self.most - self.held if self.split else 0, 0, self.each * self.processes - self.count)
         stack = F.pad(stack, filled)
         if not self.split:
             return stack[self.rank * self.each : (self.rank + 1) * self.each]
@@ -103,7 +98,7 @@ class Share:
             GATHER(whole, results.contiguous())
             return whole[: self.count]
         parts = F.pad(results, (0, 0, 0, self.most * self.processes - self.rows)).unflatten(1, (self.processes, self.most))
-        return self._exchanged(parts.transpose(0, 1).flatten(0, 1))[: self.count, : self.own]
+        return self._exchanged(parts.transpose(0, 1).flatten(0, 1))[: self.count, : self.held]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         """Equal parts of the first dimension: part i goes to process i, and the result has those for this process in order."""
@@ -115,18 +110,14 @@ class Share:
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Newton-Schulz: each matrix of x (matrices, m, n) with the same singular vectors, but singular values of about 1.
 
-    Every product is rounded to the dtype of x, bfloat16, also where a processor computes it in float32 (`products_in`).
+    Every product is rounded to the dtype of x, also where it is computed in float32 because bfloat16 is slow.
     """
     a, b, c = coefficients
     rounded_to, x = x.dtype, x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
-    x = x.to(products_in(x))
+    if x.dtype == torch.bfloat16 and slow_bfloat16(x.device):
+        x = x.float()
     for _ in range(steps):
         gram = (x @ x.mT).to(rounded_to).to(x.dtype)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).to(rounded_to).to(x.dtype)
         x = torch.baddbmm(x, gram, x, beta=a).to(rounded_to).to(x.dtype)
     return x.to(rounded_to)
-
-
-def products_in(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of x are fast: float32 for bfloat16 on a processor that cannot multiply bfloat16."""
-    return torch.float32 if x.dtype == torch.bfloat16 and slow_bfloat16(x.device) else x.dtype

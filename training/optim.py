@@ -17,12 +17,11 @@ from training.muon import Muon
 class OptimConfig:
     """Optimizer, learning rates and their schedule.
 
-    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule: after the warm-up,
-    cosine and linear fall from the peak to min_lr * peak at the end; wsd (warmup-stable-decay) stays at the peak and falls
-    linearly to min_lr * peak over the last share `decay` of the steps.
+    schedule: after the warm-up, cosine and linear fall from the peak to min_lr * peak at the end; wsd (warmup-stable-decay)
+    stays at the peak and falls linearly to min_lr * peak over the last share `decay` of the steps.
     """
 
-    name: str = "adamw"  # adamw | muon
+    name: str = "adamw"  # adamw: for all parameters; muon: for the matrices of the blocks, with adamw for the rest
     lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
     muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
     beta1: Annotated[float, "[0, 1)"] = 0.9  # AdamW: decay rate of the mean gradient
@@ -58,11 +57,8 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
 
 
 def _group_of(name: str, p: Tensor, undecayed: tuple[str, ...], muon: bool) -> str:
-    """Vectors, and what a variant calls undecayed, are not decayed. Matrices of the blocks go to Muon where it is used; those
-    of the embedding and the output head do not.
-    """
     if not p.dim():
-        return "scalars"  # a group of their own, because no kernel takes split tensors and scalars together
+        return "scalars"  # a separate group, because no kernel takes split tensors and scalars together
     if p.dim() == 1 or f"{name}.".startswith(undecayed):
         return "undecayed"
     return "muon" if muon and p.dim() == 2 and name.startswith("blocks.") else "decayed"
@@ -103,12 +99,11 @@ def check_warmup(steps: int, cfg: OptimConfig) -> None:
 
 
 def decay_start(steps: int, cfg: OptimConfig) -> int:
-    """The step (from 0) where the decay of a wsd run of `steps` begins. Up to it, a longer run has the same learning rates."""
+    """The step (from 0) where the decay of a wsd run of `steps` begins; up to it, a longer run has the same rates."""
     return int(steps - max(1.0, cfg.decay * steps))
 
 
-def _owned(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
-    """(optimizer, parameter name, parameter) of every parameter."""
+def _named(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
@@ -116,8 +111,8 @@ def _owned(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.opti
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """All optimizer state as named tensors, independent of the order of groups and parameters."""
-    return {f"{name}/{key}": value for optimizer, name, p in _owned(optimizers) for key, value in optimizer.state[p].items()}
+    """All optimizer state as tensors named PARAMETER/KEY."""
+    return {f"{name}/{key}": value for optimizer, name, p in _named(optimizers) for key, value in optimizer.state[p].items()}
 
 
 # The state that each optimizer keeps per parameter: True if shaped like the parameter, False for a single number.
@@ -127,7 +122,7 @@ REMEMBERED = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Mu
 def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Names of `state_tensors` -> shape and type, of optimizers that have stepped at least once."""
     shapes = {}
-    for optimizer, name, p in _owned(optimizers):
+    for optimizer, name, p in _named(optimizers):
         for key, like_parameter in REMEMBERED[type(optimizer).__name__].items():
             shapes[f"{name}/{key}"] = (p.shape, p.dtype) if like_parameter else (torch.Size(), torch.float32)
     return shapes
@@ -139,5 +134,5 @@ def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tenso
     for path, tensor in tensors.items():
         name, key = path.rsplit("/", 1)
         of.setdefault(name, {})[key] = tensor
-    for optimizer, name, p in _owned(optimizers):
+    for optimizer, name, p in _named(optimizers):
         optimizer.state[p] = of.get(name, {})

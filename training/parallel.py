@@ -1,7 +1,7 @@
 """How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
 
-The engines are torch's own: DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch
-FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, the micro batch.
+The engines are torch's DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch FSDP,
+arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, the micro batch.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import sys
 import sysconfig
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,26 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import native
 from model.attention.base import check_choice
-from model.config import DecoderConfig
 from model.decoder import Decoder
-from model.loss import PIECES
-from training.distributed import World, local
+from training.distributed import World
 
 KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
-GRAPHS = 128  # most compiled versions of one piece of code: one for each model of a bench, or layer of a split model
-SHARE = 0.8  # of the free memory; the rest is for memory that the allocator cannot use, and for collectives
-STATES = 3  # times the size of the parameters: gradients and AdamW's two averages, which are allocated later
-LOGIT_BYTES = 12  # per logit of a piece: itself in the autocast dtype, its probability, its gradient, a copy of each
+GRAPHS = 128  # most compiled versions of one piece of code: of each model of a bench, or layer of a split model
+TOKENS_PER_PASS = 2**14
 # Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
 # FLOP/s of an eager step.
 COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
 
 
 def compiles(wish: bool | None, flops: float, world: World) -> bool:
-    """`wish` if set; else true on CUDA, and on a CPU if the time that a run of `flops` saves exceeds the time to compile.
-
-    ValueError: the run is to be compiled, but this machine cannot compile.
-    """
+    """`wish` if set; else true on CUDA, and on a CPU if the time that a run of `flops` saves exceeds the time to compile."""
     on_card = world.device.type == "cuda"
     problem = "" if wish is False else compile_problem("c" if on_card else "c++")
     if wish is None and not on_card:
@@ -54,11 +46,8 @@ def compiles(wish: bool | None, flops: float, world: World) -> bool:
 
 
 def compile_problem(language: str) -> str:
-    """Why torch.compile cannot work here, with the fix; empty if it can.
-
-    It needs Linux, a compiler (c++, or c for Triton on a GPU), Python's headers, and a folder from which code can be loaded.
-    """
-    # The folders in which torch and Triton look for the headers, and those in which the compiler does.
+    """Why torch.compile cannot work here, with the fix; empty if it can. language: c++, or c for Triton on a GPU."""
+    # The folders in which torch and Triton look for Python's headers, and those in which the compiler does.
     folders = [sysconfig.get_path("include"), sysconfig.get_path("include", scheme="posix_prefix")]
     folders += filter(None, os.environ.get("CPATH", "").split(os.pathsep))
     headers = any(Path(folder, "Python.h").is_file() for folder in folders)
@@ -68,20 +57,17 @@ def compile_problem(language: str) -> str:
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()).absolute()
     folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        wrong = f"torch.compile loads code from {cache}, from where no code may be loaded (noexec)"
-        return f"{wrong}: set TMPDIR or TORCHINDUCTOR_CACHE_DIR to another folder"
+        return f"no code may be loaded from {cache} (noexec): set TMPDIR or TORCHINDUCTOR_CACHE_DIR to another folder"
     return ""
 
 
 def compile_steps(model: nn.Module) -> nn.Module:
-    """`model`, on its device, compiled for training steps whose inputs have one shape.
-
-    On a CPU the compiled backward pass computes the norms' outputs again instead of keeping them: less memory, equal speed.
-    """
+    """`model`, on its device, compiled for training steps whose inputs have one shape."""
     if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
+        # The backward pass computes the norms' outputs again instead of keeping them: less memory, equal speed.
         setattr(partitioner, KEEP_INPUTS, False)
-    # All models share the code of their layers, and torch by itself compiles a piece of code at most 8 times per process, then
-    # runs it uncompiled. A bench builds its models before it calls the first; a sweep's runs need the reset, however many.
+    # torch by itself compiles the code of a layer at most 8 times per process, then runs it uncompiled. A bench builds its
+    # models before it calls the first; a sweep's runs need the reset, however many.
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * GRAPHS
@@ -92,9 +78,8 @@ class Parallel:
     """`model` on all processes of `world`, on their devices; `net` is what a training step calls.
 
     kind: ddp (every process holds a whole copy), fsdp (split over all processes) or hsdp (each group of `shard` processes
-    holds one copy, split over the group; None: the processes of one machine). A single process holds the whole model for every
-    kind. Optimizers must be built afterwards: splitting replaces the parameters. compiled: compile `net`, not `model`.
-    ValueError for an unknown kind, an impossible number of processes, or a `shard` without hsdp.
+    holds one copy, split over the group; None: the processes of one machine). Optimizers must be built afterwards: splitting
+    replaces the parameters.
     """
 
     def __init__(self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False):
@@ -119,10 +104,7 @@ class Parallel:
             self.net = DistributedDataParallel(self.net, gradient_as_bucket_view=True, **no_buffers)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
-        """A context for the passes of a micro batch: gradients are averaged in the `last` micro batch of a step only.
-
-        Before, fsdp keeps unsharded gradients; hsdp keeps split ones, reduced over a copy's processes, but not over the copies.
-        """
+        """A context for the passes of a micro batch: gradients are averaged in the `last` micro batch of a step only."""
         if not self.sharded:
             return contextlib.nullcontext() if last or self.world.size == 1 else self.net.no_sync()
         if self.kind == "fsdp":
@@ -150,7 +132,6 @@ class Parallel:
 
 
 def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
-    """The device mesh: (processes,) named `shard` for fsdp; (copies, shard) named `replicate` and `shard` for hsdp."""
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shard = shard or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -160,47 +141,7 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autocast, world: World) -> int:
-    """The largest divisor of `sequences` (per process and step) that fits the free memory of every GPU; at least 1.
-
-    On a CPU: `sequences`. All processes must call it together. A pass is counted without torch.compile, which needs less.
-    """
-    if world.device.type != "cuda":
-        return sequences
-    states = STATES * sum(local(p).nbytes for p in model.parameters())
-    room = SHARE * torch.cuda.mem_get_info(world.device)[0] - states
-    fits = largest_divisor(sequences, int(room / pass_bytes(model.cfg, model.recompute, autocast, world.device)))
-    return -int(world.largest(-fits))
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`, and at least 1."""
-    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, most))
-
-
-def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, device: torch.device) -> float:
-    """Approximate peak bytes of the forward and backward pass of one sequence, beside the model's states.
-
-    Counted: the activations of all blocks, or with `recompute` only their inputs; the activations of one more block, for
-    its backward pass; and one piece of the logits.
-    """
-    with autocast:
-        block = max(block_bytes(replace(cfg, layers=letter, n_layer=1), device) for letter in set(cfg.layers))
-    kept = 4 * cfg.context * cfg.d_model if recompute else block
-    return cfg.n_layer * kept + block + LOGIT_BYTES * cfg.context * cfg.vocab_size / PIECES
-
-
-def block_bytes(cfg: DecoderConfig, device: torch.device) -> int:
-    """Bytes that the forward pass of a model of one block keeps for the backward pass, for one sequence."""
-    model = Decoder(cfg).to(device)
-    of_model = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        if (address := x.untyped_storage().data_ptr()) not in of_model:
-            kept[address] = x  # held, so that no other tensor gets its address
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model.hidden(torch.zeros(1, cfg.context, dtype=torch.long, device=device))
-    return sum(x.untyped_storage().nbytes() for x in kept.values())
+def default_micro_batch(sequences: int, context: int, world: World) -> int:
+    """All `sequences` of a process and step; on a GPU the largest divisor of them with at most TOKENS_PER_PASS tokens."""
+    most = max(1, TOKENS_PER_PASS // context) if world.device.type == "cuda" else sequences
+    return max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)

@@ -1,12 +1,10 @@
-"""A training run as a folder: its configuration, its name, and how it begins, continues or branches off another run."""
+"""A training run as a folder: its configuration, its name, and how it begins, goes on or branches off another run."""
 
 import hashlib
 import math
-import os
 import re
 import shutil
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +13,7 @@ import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
+from configs import flatten
 from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
@@ -23,10 +22,10 @@ from data.tokenizer import Tokenizer
 from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
-from training.checkpoint import CheckpointConfig, flatten
-from training.distributed import World, pick_dtype, restarts, slow_bfloat16
+from training.checkpoint import CheckpointConfig
+from training.distributed import World, pick_dtype
 from training.guard import Guard
-from training.metrics import Metrics, val_losses
+from training.metrics import Metrics
 from training.monitor import MonitorConfig
 from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
 from training.saver import Saver
@@ -46,19 +45,16 @@ class TrainConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: Annotated[int, "[1, 99999999]"] = 1000  # optimizer steps in all
     batch_tokens: Annotated[int, "[1, 1000000000000]"] = 16384  # tokens per optimizer step, over all processes
-    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and pass; None: as many as fit
+    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and pass; None: all, on a GPU 16384 tokens
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
     nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after this many updates in a row that are not finite
-    outlier_z: Annotated[float | None, "(0, 7.8]"] = (
-        None  # skip updates whose loss or gradient norm is this many standard deviations above its recent mean; None: never
-    )
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
     needle_every: Annotated[int, "[0, inf)"] = 0  # steps between needle-in-a-haystack checks of retrieval; 0: none
     needle_samples: Annotated[int, "[1, inf)"] = 64  # questions in each needle check
     runs: str = "runs"  # parent folder of run folders
-    run_dir: str | None = None  # folder of this run; None: a folder in `runs` whose name lists the overrides
+    run_dir: str | None = None  # folder of this run; None: a folder in `runs`, named after the overrides
     resume: bool = False  # continue the run in its folder from its newest checkpoint
     init_from: str | None = None  # folder of a run whose weights, and model where no option is given, this run begins with
     branch_from: str | None = None  # folder of a longer wsd run, whose steps before this run's decay are taken over
@@ -72,7 +68,7 @@ class TrainConfig:
 
 
 # The groups and fields that say what a run is: a resume may not change them. (It may change dtype and compile.)
-IDENTITY = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z", "init_from")
+IDENTITY = ("model", "data", "optim", "steps", "batch_tokens", "seed", "init_from")
 # Fields within these groups that only say where and how a machine reads the data and computes.
 LOCAL_ONLY = (
     "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
@@ -80,10 +76,7 @@ LOCAL_ONLY = (
 
 
 def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) -> None:
-    """ValueError for mistakes that can be seen before any work, and for processes that were started differently.
-
-    overrides: those of the command line.
-    """
+    """ValueError for mistakes that can be seen before any work. overrides: those of the command line."""
     refuse_ignored_options(cfg.data, overrides)
     import_wandb(cfg.wandb)
     refuse_unequal_processes(cfg, world)
@@ -99,7 +92,7 @@ def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) 
 
 
 def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
-    """ValueError on all processes if one has another configuration, text or code than the main one: they would train apart."""
+    """ValueError on all processes if one has another configuration, text or code than the main one."""
     if world.size == 1:
         return
     settings = {key: value for key, value in flatten(asdict(cfg)).items() if key not in (*LOCAL_ONLY, "device")}
@@ -129,29 +122,26 @@ def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's configuration takes from a tokenizer. eot: id of the end-of-text token, None if no model needs it."""
+    """What a model's configuration takes from a tokenizer."""
 
     vocab_size: int
     eot: int | None = None
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with the vocabulary and end of text, heads and matched FFN width. ValueError if the vocabulary is too small."""
+    """`cfg` with the vocabulary and end of text, heads and matched FFN width."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
-        wrong = f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
-        raise ValueError(f"{wrong}: leave it at 0")
+        raise ValueError(f"model.vocab_size={cfg.vocab_size} is below the tokenizer's {tokenizer.vocab_size}: leave it at 0")
     if cfg.document_mask and cfg.eot is None:
         cfg.eot = tokenizer.eot
     return matched(cfg)
 
 
 def default_run_dir(cfg: TrainConfig) -> Path:
-    """runs/NAME, the same on every rank: the experiment, the model, the overrides as KEYVALUE, and the seed.
+    """runs/NAME, the same on every rank: the experiment, the model, the overrides (in a sweep: the swept ones), and the seed.
 
-    size= and data= give their values alone; sweep, resume, wandb, device, runs and run_dir are left out, and in a sweep all
-    that is not swept. A key is shortened to its shortest ending that no other key of the configuration has, and a hash stands
-    for the end of a long name. hydra.sweep.dir= takes the place of `runs`.
+    A hash stands for the end of a long name. hydra.sweep.dir= takes the place of `runs`.
     """
     hydra = HydraConfig.get()
     choices, swept = hydra.runtime.choices, swept_keys()
@@ -172,19 +162,16 @@ def default_run_dir(cfg: TrainConfig) -> Path:
 
 
 def _shortest(key: str, cfg: Any) -> str:
-    parts, known = key.split("."), flatten(asdict(cfg))
-    for count in range(1, len(parts)):
-        short = ".".join(parts[-count:])
-        if sum(other == short or other.endswith(f".{short}") for other in known) == 1:
-            return short
-    return key
+    """The shortest ending of `key` that no other key of the configuration has."""
+    parts, known = key.split("."), [f".{other}" for other in flatten(asdict(cfg))]
+    endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((ending for ending in endings if sum(other.endswith(f".{ending}") for other in known) == 1), key)
 
 
 class Run:
     """The folder of a run, opened by all processes together; `first` is the next step to train.
 
-    A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
-    (weights, state of optimizers and guard, metrics) from `branch_from`. If it fails before its first step, nothing is left.
+    If a new run fails before its first step, nothing is left of its folder.
     """
 
     def __init__(
@@ -192,14 +179,11 @@ class Run:
     ) -> None:
         self.cfg, self.model, self.optimizers, self.guard, self.world = cfg, model, optimizers, guard, world
         self.folder = Path(cfg.run_dir or default_run_dir(cfg))
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"run_dir={self.folder} is a file: give a folder")
         self.is_new = not self.folder.exists()
         self.lock = lock_run(self.folder) if world.main and not self.is_new else None
         count = len(checkpoint.checkpoints(self.folder))
         if world.largest(count) != count:
-            wrong = f"{self.folder} has fewer checkpoints for this process than for another"
-            raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
+            raise ValueError(f"the processes see different checkpoints: put {self.folder} on a file system that they share")
         resumed_at = self._resume(tokenizer)
         self.first = self._begin(tokenizer) if resumed_at is None else resumed_at
         self.saver = Saver(self.folder, cfg.checkpoint, model, optimizers, world)
@@ -210,8 +194,7 @@ class Run:
     def _resume(self, tokenizer: Tokenizer) -> int | None:
         """Load the newest checkpoint of a run that is to go on; returns its step, None for a new run."""
         cfg, folder, main = self.cfg, self.folder, self.world.main
-        restarted = main and self.lock is not None and restarts() > 0 and self.lock.holder == launcher()
-        if not (cfg.resume or self.world.largest(restarted)) or not (folder / "config.yaml").exists():
+        if not (cfg.resume and (folder / "config.yaml").exists()):
             if main and ((folder / "metrics.jsonl").exists() or checkpoint.checkpoints(folder)):
                 how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
                 raise ValueError(f"{folder} already holds a run: {how}, or choose another run_dir=...")
@@ -229,7 +212,7 @@ class Run:
         return checkpoint.load(folder, self.model, self.optimizers, self.guard)
 
     def _begin(self, tokenizer: Tokenizer) -> int:
-        """Make the folder of a new run: its tokenizer, its configuration, a branch's metrics. Returns its first step."""
+        """Make the folder of a new run, with what it takes from `init_from` or `branch_from`. Returns its first step."""
         cfg, first, shared = self.cfg, 0, []
         if cfg.init_from:
             source = Path(cfg.init_from)
@@ -254,7 +237,6 @@ class Run:
 
     def __enter__(self) -> "Run":
         if self.world.main and self.first < self.cfg.steps:
-            self.lock.note(launcher())
             self.log = Metrics(self.folder, self.cfg.wandb, asdict(self.cfg), self.first)
             if self.first == 0:
                 self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
@@ -267,7 +249,6 @@ class Run:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, and close the log."""
         self.saver.finish()
         if self.log:
             self.log.close()
@@ -279,28 +260,17 @@ class Run:
             self.log.write(step=step, tokens=step * self.cfg.batch_tokens, **values)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of `step`, unless the run was resumed from it."""
         if step > self.first or not checkpoint.of_step(self.folder, step).exists():
             self.saver.save(step, self.guard.state())
 
-    def last_val_loss(self) -> float:
-        """The validation loss at the end of a finished run; NaN where none was written."""
-        return (val_losses(self.folder) or [math.nan])[-1]
-
-    def opening(self, compiled: bool, micro_batch: int) -> Iterator[str]:
-        """The lines printed before the first step: notes on the settings, then the run's size and how it computes."""
-        cfg, device, sizes = self.cfg, self.world.device, self.facts
-        if self.first == 0 and cfg.resume and not checkpoint.checkpoints(self.folder):
-            yield f"note: no checkpoint in {self.folder}, so a new run starts"
-        if sizes["dtype"] == "bfloat16" and slow_bfloat16(device):
-            yield "note: this processor cannot multiply bfloat16, which makes training about ten times slower: use dtype=auto"
-        if cfg.optim.warmup >= cfg.steps:
-            yield f"note: the run ends within its {cfg.optim.warmup} steps of warm-up: to reach lr, lower optim.warmup"
-        yield (
+    def opening(self, compiled: bool, micro_batch: int) -> str:
+        """The line printed before the first step: the run's size and how it computes."""
+        sizes = self.facts
+        return (
             f"{self.folder}: {f'continues at step {self.first}' if self.first else 'new run'}, "
             f"{sizes['params_non_embedding'] / 1e6:.2f}M parameters without embeddings ({sizes['params'] / 1e6:.2f}M with), "
             f"d_ff {sizes['d_ff']}, {sizes['flops_per_token'] / 1e6:.1f} MFLOPs per token "
-            f"({sizes['attention_flops_per_token'] / 1e6:.1f} attention), {device.type} x {self.world.size}, "
+            f"({sizes['attention_flops_per_token'] / 1e6:.1f} attention), {self.world.device.type} x {self.world.size}, "
             f"{sizes['dtype']}{', compiled' if compiled else ''}, micro batch {micro_batch}"
         )
 
@@ -310,81 +280,57 @@ def write_config(cfg: TrainConfig, run_dir: Path) -> None:
 
 
 def lock_run(run_dir: Path) -> FolderLock:
-    """Lock `run_dir` for training, and remove the half-written files that a killed training run left there."""
+    """Lock `run_dir` for training, and remove what a killed run left half-written there."""
     lock = FolderLock(run_dir, "trains in it")
     for folder in (run_dir, run_dir / "checkpoints"):
         remove_leftovers(folder)
     return lock
 
 
-def launcher() -> str:
-    """Text that names the launcher of this process (torchrun or a Slurm job); a restart by the launcher keeps it."""
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"started by Slurm's job {job}"
-    return f"started by process {os.getppid()} on {socket.gethostname()}"
-
-
 def trunk_checkpoint(cfg: TrainConfig) -> Path:
-    """The checkpoint of `branch_from` at the step where this run's own decay begins.
-
-    With schedule=wsd, a shorter run equals a longer run up to that step, so the branch ends as if it had been trained alone.
-    """
+    """The checkpoint of `branch_from` at the step where this run's decay begins, up to which the two runs are equal."""
     trunk, step = Path(cfg.branch_from or ""), decay_start(cfg.steps, cfg.optim)
-    if cfg.optim.schedule != "wsd":
-        raise ValueError("branch_from= needs a schedule with a stable phase: use optim.schedule=wsd for both runs")
-    if step == 0:
-        wrong = "this run decays from its first step, so it shares no step with branch_from="
-        raise ValueError(f"{wrong}: leave branch_from= out, or lower optim.decay")
-    if not (trunk / "config.yaml").is_file():
-        raise ValueError(f"branch_from={trunk} is not a run: give the folder of a longer run with optim.schedule=wsd")
+    if cfg.optim.schedule != "wsd" or not step or not (trunk / "config.yaml").is_file():
+        raise ValueError(f"branch_from={trunk}: give a longer run, and optim.schedule=wsd, optim.decay below 1 for both runs")
     advice = "this run must have the configuration of branch_from=, except steps"
     refuse_other_config(trunk, asdict(cfg), but=("steps", "init_from"), advice=advice)
-    trunk_steps = read_run_config(trunk).get("steps", 0)
+    trunk_steps, folder = read_run_config(trunk).get("steps", 0), checkpoint.of_step(trunk, step)
     if step > decay_start(trunk_steps, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {trunk_steps} steps")
-    folder = checkpoint.of_step(trunk, step)
     if not folder.is_dir():
         raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
     return folder
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of the fields IDENTITY, without `but` and LOCAL_ONLY, under dotted keys.
-
-    Of init_from only PARENT/NAME counts, because the folders above it differ between machines.
-    """
+    """The values of the fields IDENTITY, without `but` and LOCAL_ONLY, under dotted keys."""
     flat = flatten({key: config.get(key) for key in IDENTITY if key not in but})
     if flat.get("init_from"):
-        flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])
+        flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])  # folders above differ between machines
     return {key: value for key, value in flat.items() if key not in LOCAL_ONLY}
 
 
 def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None) -> None:
-    """ValueError if a run was started with other values of the fields IDENTITY; the fields `but` and LOCAL_ONLY may differ."""
+    """ValueError if a run was started with other values of the fields IDENTITY without `but`."""
     saved, ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
     saved = flatten(asdict(TrainConfig())) | saved  # an older run lacks the options added since: they had their defaults
     if differ := [key for key in ours if saved[key] != ours[key]]:
         what = ", ".join(f"{key}={saved[key]} (now {ours[key]})" for key in differ[:4])
-        if advice is None and differ == ["steps"]:
-            advice = (
-                "repeat its overrides, or take over the weights in a new run with init_from= (resume=true takes more steps "
-                "where the learning rates so far are the same: optim.schedule=wsd before its decay, or optim.min_lr=1)"
-            )
-        advice = advice or "repeat its overrides, or choose another run_dir= for a new run"
+        if differ == ["steps"]:
+            what += ", with which its learning rates so far would be others"
+        advice = advice or "repeat its overrides, or start a new run with another run_dir=, and init_from= to take its weights"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
 
 
 def goes_on_longer(run_dir: Path, cfg: TrainConfig) -> bool:
-    """Whether `cfg` only adds steps to a run, whose newest checkpoint is as if all of them had been planned: the learning rates
-    up to it are the same, as with schedule=wsd before the decay.
-    """
+    """Whether `cfg` adds steps to a run without another learning rate so far, as with schedule=wsd before the decay."""
     planned, saved = read_run_config(run_dir).get("steps", cfg.steps), checkpoint.checkpoints(run_dir)
     done = range(int(saved[-1].name.removeprefix("step_")) if saved else 0)
     return cfg.steps > planned and all(lr_factor(s, planned, cfg.optim) == lr_factor(s, cfg.steps, cfg.optim) for s in done)
 
 
 def facts(model: Decoder) -> dict[str, Any]:
-    """What the first line of metrics.jsonl states."""
+    """For the first line of metrics.jsonl."""
     return sizes(model) | {"machine": machine(), "version": version()}
 
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints: whole or not at all, by one process or by many, while training waits or goes on."""
+"""Writes checkpoints, whole or not at all, by one process or by many, while training waits or goes on."""
 
 import errno
 import json
@@ -30,24 +30,23 @@ Pieces = tuple[Tensors, dict[str, str] | None]  # what a process writes into a f
 class Saver:
     """Writes checkpoints of `model` and `optimizers` into `run_dir`/checkpoints. All processes call its methods together.
 
-    A folder step_NNNNNNNN is always whole, because it gets this name at the end. Every process writes its pieces of split
-    tensors, the main process all other tensors. Processes that share a model must see the same `run_dir`.
+    A folder gets the name step_NNNNNNNN when it is whole. Every process writes its pieces of split tensors, the main process
+    all other tensors.
     """
 
     def __init__(
         self, run_dir: Path, cfg: CheckpointConfig, model: Decoder, optimizers: list[torch.optim.Optimizer], world: World
     ) -> None:
         self.run_dir, self.cfg, self.model, self.optimizers, self.world = run_dir, cfg, model, optimizers, world
-        # A group of its own, because training uses the other one while files are written.
+        # Training uses the other group while files are written.
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of `step`, or with `cfg.background` begin to, after the one before is written.
+        """Write the checkpoint of `step`, or with `cfg.background` begin to; then delete old ones. guard: state of a Guard.
 
-        Then delete all but the newest `cfg.keep` and those of the steps `cfg.at`. guard: state of training.guard.Guard. Raises
-        Diverged for a tensor that is not finite, and ValueError if a file cannot be written, both on all processes.
+        Diverged for a tensor that is not finite, ValueError if a file cannot be written, both on all processes.
         """
         self.finish()
         tensors = {"model": checkpoint.own_weights(self.model), "optimizer": state_tensors(self.optimizers)}
@@ -65,7 +64,7 @@ class Saver:
             self._write(step, files, state)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if it cannot be written."""
+        """Wait until the checkpoint that was begun is on the disk."""
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
@@ -98,7 +97,7 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)  # half written on a full disk
 
     def _together(self, folder: Path, work: Callable[[], None], main: bool = False) -> None:
-        """Do `work` on all processes (main: on the main one); wait for all. ValueError on all if a file cannot be written."""
+        """Do `work` on all processes (main: on the main one); ValueError on all if a file cannot be written."""
         reason = ""
         try:
             if self.world.main or not main:
@@ -109,18 +108,12 @@ class Saver:
         if self.group:
             dist.all_gather_object(reasons, reason, self.group)
         if reason := next(filter(None, reasons), ""):
-            # By the text, because safetensors and the errors of other processes keep no number.
-            full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
             kept = "; the checkpoint before it is kept" if checkpoints(self.run_dir) else ""
-            fix = "free space" if full else "correct that"
-            raise ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
+            raise ValueError(f"{folder} could not be written ({reason}){kept}: correct that, then use resume=true")
 
     def _prune(self, step: int) -> None:
-        """Among the checkpoints up to `step`, delete all but the newest `cfg.keep` (0: none) and those of the steps `cfg.at`.
-
-        Checkpoints of later steps are damaged, because the run was resumed from an earlier step. They do not count as newest,
-        and the run replaces them when it reaches their steps.
-        """
+        """Among the checkpoints up to `step`, delete all but the newest `cfg.keep` (0: all) and those of the steps `cfg.at`."""
+        # Later ones are damaged, because the run was resumed from an earlier step, which replaces them.
         written = [folder for folder in checkpoints(self.run_dir) if folder.name <= folder_name(step)]
         for old in written[: -self.cfg.keep] if self.cfg.keep else []:
             if old.name not in map(folder_name, self.cfg.at):
@@ -147,9 +140,7 @@ def write_tensors(path: Path, tensors: Tensors, header: dict[str, str] | None) -
 
 
 def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
-    """What this process writes of `tensors`, in main memory: its piece of each split one and, if `main`, the others. If some
-    are split, the header says where in the whole tensors the pieces begin.
-    """
+    """What this process writes of `tensors`, in main memory: its piece of each split one and, if `main`, the others."""
     kept, begins, split = {}, {}, False
     for name, tensor in tensors.items():
         mine, begin = main, [0] * tensor.dim()
@@ -164,7 +155,7 @@ def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
 
 
 def complete(partial: Path, state: dict[str, Any]) -> None:
-    """Write the state file, with the checksums of the other files, and wait until the whole folder is on the disk."""
+    """Write the state file, and wait until the whole folder is on the disk."""
     state = state | {"sha256": {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}}
     (partial / checkpoint.STATE).write_text(json_text(state | {"checksum": checkpoint.state_checksum(state)}, indent=1))
     for path in (*partial.iterdir(), partial):
@@ -173,8 +164,6 @@ def complete(partial: Path, state: dict[str, Any]) -> None:
 
 def flush(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

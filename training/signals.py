@@ -1,9 +1,8 @@
 """Signals to a training run.
 
-SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 end it: it writes a checkpoint and exits with 128 + the signal's number (130, 143, 138,
-140); if a launcher handles SIGUSR1 or SIGUSR2 (submitit does, to queue the job again), its handler is called in between.
-SIGHUP only asks for a checkpoint, so a lost terminal does not end training. SIGHUP, SIGUSR1 and SIGUSR2 stay ignored where
-they were (as under nohup). A second signal ends the process at once.
+SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 end it with a checkpoint and exit code 128 + number; a launcher's handler of SIGUSR1 or
+SIGUSR2 (submitit's, which queues the job again) is called in between. SIGHUP only asks for a checkpoint, so a lost terminal
+does not end training. A second signal ends the process at once.
 """
 
 import os
@@ -21,14 +20,13 @@ from training.distributed import World
 from training.guard import Diverged
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-# Windows has none of these.
-REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+REQUEUING = (signal.SIGUSR1, signal.SIGUSR2)
+HANGUP = (signal.SIGHUP,)
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
 
 def in_sweep() -> bool:
-    """Whether this process trains several runs one after the other (Hydra's -m)."""
+    """Whether Hydra's -m trains several runs in this process."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -53,7 +51,7 @@ class Signals:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ending, self.came_at = 0, 0.0  # the signal that asked this process to end (0: none did), and when it came
+        self.ending, self.came_at = 0, 0.0  # the signal that is to end this process (0: none), and when it came
         self.save_requested = False
 
     def __enter__(self) -> "Signals":
@@ -65,10 +63,9 @@ class Signals:
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
         for number, handler in self.handlers.items():
-            # None: a handler that Python did not install, and cannot install again. After a signal its echo may still come.
-            if handler is not None and not self.ending:
+            if handler is not None and not self.ending:  # None: not of Python; after a signal its echo may still come
                 signal.signal(number, handler)
-        # A sweep would go on with its next run. All processes are here. Launchers queue again only what is not done.
+        # A sweep would go on with its next run. Launchers queue again only what is not done.
         goes_on = in_sweep() and (error is None or isinstance(error, Diverged))
         if goes_on and (number := int(self.world.largest(self.ending if self.ending in ENDING else 0))):
             if error:
@@ -87,27 +84,22 @@ class Signals:
             self.ending, self.came_at = number, time.monotonic()
 
     def agreed(self, step: int, every: int) -> tuple[int, bool]:
-        """The signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
-
-        Several processes agree only at every `every`-th step, because the reduction waits for the device.
-        """
-        if self.world.size > 1 and step % every:
+        """The signal to end with (0: go on), and whether to save a checkpoint, the same on all processes."""
+        if self.world.size > 1 and step % every:  # the reduction waits for the device
             return 0, False
         save, self.save_requested = self.save_requested, False  # before the reduction: a signal may come while it waits
         ending, save = int(self.world.largest(self.ending)), bool(self.world.largest(save))
         return ending, save or bool(ending)
 
     def leave(self, number: int) -> NoReturn:
-        """End the process after signal `number`."""
         leave(number, self.handlers[number])
 
     def say(self, text: str) -> None:
-        """The main process prints a line. A reader that has left does not stop the run; for one that does not read it waits."""
+        """The main process prints a line, until a signal comes; a reader that has left does not stop the run."""
         if not self.world.main:
             return
         try:
-            # A print into a full pipe would block even after a signal.
-            while os.name == "posix" and not select.select([], [1], [], 1.0)[1]:
+            while not select.select([], [1], [], 1.0)[1]:  # a print into a full pipe would block
                 if self.ending:
                     return
             print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The text of a run: the folder is prepared as it was asked for, and a run goes on with the text that it began with."""
+"""The text of a run: prepared as the command line wants it, and the same until the run ends."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from configs import flatten
 from configs.files import read_json_lines
 from data.config import DataConfig
 from data.shards import read_meta
 from data.stream import is_task, text_digest
 from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
-from training.checkpoint import flatten
 
 # Options that only data.prepare reads, as meta.json names them.
 PREPARING = (
@@ -23,10 +23,7 @@ PREPARING = (
 
 
 def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
-    """ValueError if an override of the command line gives an option of the preparation another value than `cfg.dir` has.
-
-    Other values are not compared, because they are often the defaults of data=NAME.
-    """
+    """ValueError if an override of the command line gives an option of the preparation another value than `cfg.dir` has."""
     prepared = None if is_task(cfg) else (read_meta(cfg.dir) or {}).get("request")
     if not isinstance(prepared, dict):  # shards of another project
         return
@@ -37,16 +34,14 @@ def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
     for option, ours in flatten(asdict(cfg)).items():
         ours = default.get(option) if ours is None else ours
         if option in PREPARING and f"data.{option}" in typed and option in prepared and prepared[option] != ours:
-            wrong = (
-                f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}, and training does not prepare it"
-            )
-            raise ValueError(f"{wrong} again: set data.{option}={prepared[option]}, or prepare as another data.name=NAME")
+            wrong = f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}"
+            raise ValueError(f"{wrong}: set data.{option}={prepared[option]}, or prepare as another data.name=NAME")
 
 
 def refuse_other_text(run: Path, cfg: DataConfig) -> None:
-    """ValueError if `run` was trained on other shards than those of `cfg`. An older run does not say what it was trained on."""
+    """ValueError if `run` was trained on other shards than those of `cfg`."""
     if trained_on(run) not in (None, text_digest(cfg)):
-        wrong = f"{run} was trained on other shards than those in {cfg.dir} (other numbers of tokens or checksums)"
+        wrong = f"{run} was trained on other shards than those in {cfg.dir}"
         raise ValueError(f"{wrong}: set data.dir= to the folder that it was trained on, or start a new run")
 
 
@@ -70,6 +65,6 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
     """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
     of_run = load_tokenizer(run)
     if of_run.fingerprint != tokenizer.fingerprint:
-        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
-        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
-        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
+        here = f"{shards} ({tokenizer.name}, {tokenizer.vocab_size})"
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {here}"
+        raise ValueError(f"{wrong}: use data prepared with the run's tokenizer (data=mqar: with its keys, values and noise)")

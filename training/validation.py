@@ -46,8 +46,7 @@ def losses_by_kind(
 ) -> dict[str, float | None]:
     """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of that kind; None: no such row.
 
-    Of the rows, whose global sample numbers are `samples`, the first 32 are read. All processes must call it. It runs a forward
-    pass of its own, because the step's mean loss cannot be split by row, and its bits must not change.
+    Of the rows, whose global sample numbers are `samples`, the first 32 are read. All processes must call it.
     """
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
     rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
@@ -68,8 +67,7 @@ def losses_by_kind(
 class NeedleProbe:
     """`read()` asks `model` one question in each of `samples` contexts, which are as long as the training context.
 
-    Always the same questions: worded as the retrieval documents that training mixes in, with cities and numbers of the
-    evaluation split, hidden in validation text. ValueError where a context has no room for a needle and its question.
+    Always the same questions, worded as the retrieval documents of training, with cities and numbers of the evaluation split.
     """
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:

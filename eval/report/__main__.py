@@ -1,6 +1,6 @@
 """One self-contained HTML page that compares runs: verdict, table, differences, curves, heatmaps, attention, all evaluations.
 
-    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false] [wandb=online]
+    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false]
 
 Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
 paired differences to the first arm with 95 % intervals. The page shows all evaluations that the runs have and names
@@ -29,7 +29,6 @@ from eval.report.sections import sections
 from eval.report.statistics import PAIRED, Difference
 from eval.report.tables import columns, difference_lines, differences, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import viewer_of
-from training.tracking import import_wandb, log_report
 
 
 @dataclass
@@ -37,15 +36,13 @@ class ReportConfig:
     """runs: run folders, folders of runs, or globs, as a list or one of them. out: the page; its figures and JSON are written
     beside it. viewer: add the attention viewer.
 
-    ablation: the folder of an ablation (scripts/ablate.py) to show on the page. wandb: off, online or offline; sends
-    the page with its figures and numbers, and the figures and numbers of the runs.
+    ablation: the folder of an ablation (scripts/ablate.py) to show on the page.
     """
 
     runs: Any = MISSING
     out: str = "report.html"
     ablation: str | None = None
     viewer: bool = True
-    wandb: str = "off"
 
 
 @command("report", ReportConfig)
@@ -57,7 +54,6 @@ def main(cfg: ReportConfig) -> None:
     if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
         wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
-    import_wandb(cfg.wandb)  # a wrong value must fail before the work
     ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
@@ -77,10 +73,6 @@ def main(cfg: ReportConfig) -> None:
     made = {"run": len(runs), "arm": len(arms), "figure": len(content.figures)}
     counts = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in made.items())
     print(f"report  {out} ({counts})")
-    pictures = {f"figures/{image.path.stem}": image.path for figure in content.figures for image in figure.images}
-    cells = ((arm, row, cell.value) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
-    known = {f"{arm.name}/{row.name}": value for arm, row, value in cells if value is not None}
-    log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, known)
 
 
 def run_folders(given: list[Any]) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from eval.report.runs import Arm, arms_of, read_run, read_runs
 from eval.report.sections import sections
 from eval.report.tables import differences, headline_table, verdicts
 from tests.eval.conftest import edit, further
-from tests.wandb_stub import WandbStub
 
 
 def listed(folders: list[Path]) -> str:
@@ -346,25 +344,6 @@ def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_
     names = {path.name for path in (tmp_path / "figures").glob("*.png")}
     assert {"lambda_diff.png", "lambda_introspective.png", "during_entropy.png"} <= names
     assert "lambda_baseline.png" not in names  # it was not watched
-
-
-def test_a_report_goes_to_wandb_with_its_files(evaluated, call, refused, tmp_path, monkeypatch):
-    run, out, stub = evaluated("one"), tmp_path / "pages" / "report.html", WandbStub()
-    assert "off, online or offline" in refused(report, f"runs=[{run}]", f"out={out}", "wandb=on") and not out.exists()
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    call(report, f"runs=[{run}]", f"out={out}")
-    assert not stub.started
-    call(report, f"runs=[{run}]", f"out={out}", "wandb=offline")
-    (started,) = stub.started
-    assert (started["job_type"], started["group"], started["mode"]) == ("report", "runs", "offline")
-    assert started["dir"] == out.parent and started["config"] == {"runs": ["one"]}
-    ((name, files),) = stub.artifacts.items()
-    assert name == "report-runs" and all(Path(path).is_file() for path in files.values())
-    own = {"report.html", "report.json", "report.md", "report_viewer.html", "figures/loss.png"}
-    assert own | {"runs/one/eval/needle.json", "runs/one/figures/needle.png", "runs/one/config.yaml"} <= files.keys()
-    assert stub.logged[0] == "report" and stub.logged[-1] == "finished"
-    assert stub.logged[1]["report"] == ("html", str(out)) and "figures/loss" in stub.logged[1]
-    assert stub.summary["one/validation loss, end of training"] == 5.3
 
 
 def test_without_checkpoints_there_is_a_report_but_no_viewer(evaluated, call, capsys, tmp_path):

@@ -20,21 +20,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+from hydra._internal.hydra import Hydra
+
 from configs.files import read_json_lines
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT
 from tests.faults import ends, storage
-from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, launch_two, prepared, wait
+from tests.faults.runs import STEPS, World, all_finite, call, compared, evaluated, launch, launch_two, prepared, wait
 from training.checkpoint import checkpoints
 
-STUDY = (
-    "data.tokenizer.name=bytes", "model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2",
-    "eval_tokens=1024",
-)  # fmt: skip
 Trial = Callable[[World, random.Random], str]  # "" where it ended as it must, else what is wrong
-
-
-def compared(found: dict[str, str], wanted: dict[str, str]) -> str:
-    return ", ".join(f"another {key}" for key in wanted if found.get(key) != wanted[key])
 
 
 def killed(module: str, arguments: list[str], world: World, after: float) -> None:
@@ -49,9 +45,7 @@ def kill_training(world: World, draw: random.Random) -> str:
     run = world.fresh("killed")
     for _ in range(draw.randint(1, 3)):
         killed("train", world.train(run, "resume=true"), world, draw.uniform(0, world.seconds["training"]))
-    if code := call("train", world.train(run, "resume=true"), world.log):
-        return f"exit code {code}"
-    return compared(ending(run), ending(world.whole))
+    return compared(run, world.whole, call("train", world.train(run, "resume=true"), world.log))
 
 
 def kill_checkpoint(world: World, draw: random.Random) -> str:
@@ -65,9 +59,7 @@ def kill_checkpoint(world: World, draw: random.Random) -> str:
     os.kill(process, signal.SIGKILL)
     if not wait(process):
         return "it ended before the kill"
-    if code := call("train", world.train(run, "resume=true"), world.log):
-        return f"exit code {code}"
-    return compared(ending(run), ending(world.whole))
+    return compared(run, world.whole, call("train", world.train(run, "resume=true"), world.log))
 
 
 def kill_parts(world: World, draw: random.Random) -> str:
@@ -83,55 +75,23 @@ def kill_parts(world: World, draw: random.Random) -> str:
         os.kill(process, signal.SIGKILL)
     if 0 in (codes := [wait(process) for process in processes]) or 124 in codes:
         return f"killed: exit codes {codes}"
-    if (codes := [wait(process) for process in launch_two(world.train(run, *more), world.log)]) != [0, 0]:
-        return f"exit codes {codes}"
-    return compared(ending(run), ending(whole))
+    codes = [wait(process) for process in launch_two(world.train(run, *more), world.log)]
+    return compared(run, whole, max(codes))
 
 
 def kill_preparation(world: World, draw: random.Random) -> str:
     shards = world.fresh("killed_shards")
     killed("data.prepare", world.prepare(shards), world, draw.uniform(0, world.seconds["preparation"]))
-    if code := call("data.prepare", world.prepare(shards), world.log):
-        return f"exit code {code}"
-    return compared(prepared(shards), prepared(world.shards))
+    code = call("data.prepare", world.prepare(shards), world.log)
+    return "" if not code and prepared(shards) == prepared(world.shards) else f"exit code {code}"
 
 
 def kill_evaluation(world: World, draw: random.Random) -> str:
     run = world.fresh("evaluated")
     shutil.copytree(world.whole, run, ignore=shutil.ignore_patterns("eval"))
     killed("eval.perplexity", world.evaluate(run), world, draw.uniform(0, world.seconds["evaluation"]))
-    if code := call("eval.perplexity", world.evaluate(run), world.log):
-        return f"exit code {code}"
-    return compared(evaluated(run), evaluated(world.whole))
-
-
-def kill_ablation(world: World, draw: random.Random) -> str:
-    """A study of two arms, killed with all that it started."""
-    runs = world.fresh("study")
-    train = ",".join(f'"{o}"' for o in (*TINY, *STUDY, f"data.dir={world.shards}"))
-    command = [
-        sys.executable, "scripts/ablate.py", "experiment=retrieval", "~arms", "~common", "seeds=2", f"runs={runs}",
-        '+arms={a:["model=baseline"],b:["model=diff"]}', f"train=[{train}]", "evaluations=[]", "~metrics",
-        "+metrics={valid:train.val_loss}", "name=toy",
-    ]  # fmt: skip
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    if "study" not in world.seconds:
-        begin, whole = time.monotonic(), world.fresh("whole_study")
-        done = subprocess.run([a.replace(str(runs), str(whole)) for a in command], check=False, **options)
-        if done.returncode:
-            return f"without a kill: {done.stdout}"
-        world.seconds["study"] = time.monotonic() - begin
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    time.sleep(draw.uniform(0, world.seconds["study"]))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    done = subprocess.run(command, check=False, **options)
-    if done.returncode:
-        return done.stdout
-    folders = ("a-s1", "b-s1")
-    return "; ".join(
-        compared(ending(runs / "toy" / f), ending(world.folder / "whole_study" / "toy" / f)) for f in folders
-    ).strip("; ")
+    code = call("eval.perplexity", world.evaluate(run), world.log)
+    return "" if not code and evaluated(run) == evaluated(world.whole) else f"exit code {code}"
 
 
 def poison(kind: str, steps: set[int]) -> Callable[[], None]:
@@ -167,9 +127,9 @@ def inject(world: World, draw: random.Random) -> str:
     steps = set(range(first, min(STEPS, first + draw.choice((0, 0, 1, 5))) + 1))
     start = world.log.stat().st_size
     code = call("train", world.train(run, "nonfinite=4"), world.log, poison(kind, steps))
-    said = world.log.read_bytes()[start:].decode()
-    errors = len(re.findall(r"^error: ", said, re.M))
-    if not all_finite(run) or "Traceback" in said:
+    text = ends.logged(world, start)
+    errors = len(re.findall(r"^error: ", text, re.M))
+    if not all_finite(run) or "Traceback" in text:
         return f"{kind} at {sorted(steps)}: a harmed checkpoint, or a traceback"
     recovers = kind == "spike" or (kind != "weight" and len(steps) < 4 and STEPS not in steps)
     if recovers == bool(code) or errors != (not recovers):
@@ -192,20 +152,18 @@ def damage(world: World, draw: random.Random) -> str:
     except KeyError:  # this model has no such tensor
         (newest / "model.safetensors").write_bytes(b"")
     start = world.log.stat().st_size
-    if code := call("train", world.train(run, "resume=true"), world.log):
-        return f"{kind}: exit code {code}"
-    warnings = world.log.read_bytes()[start:].decode().count("warning: ")
-    return compared(ending(run), ending(world.whole)) or ("" if warnings == 1 else f"{kind}: {warnings} warnings")
+    code = call("train", world.train(run, "resume=true"), world.log)
+    warnings = ends.logged(world, start).count("warning: ")
+    return compared(run, world.whole, code) or ("" if warnings == 1 else f"{kind}: {warnings} warnings")
 
 
 def restart(world: World, draw: random.Random) -> str:
     """torchrun with two processes, one of which is killed."""
     run, at, steps = world.fresh("restarted"), draw.randrange(2, 20), 60
-    more = ["resume=true"] if draw.random() < 0.5 else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py"]
     with world.log.open("a") as log:
         options = {"cwd": ROOT, "stdout": log, "stderr": log, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more, f"steps={steps}")], **options)
+        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, "resume=true", f"steps={steps}")], **options)
         while agent.poll() is None and not any(folder.name >= f"step_{at:08d}" for folder in checkpoints(run)):
             time.sleep(0.005)
         if agent.poll() is not None:
@@ -238,9 +196,8 @@ def ranks_apart(world: World, draw: random.Random) -> str:
 KILLS = (
     ("kill in training", 40, kill_training),
     ("kill in a checkpoint", 30, kill_checkpoint),
-    ("kill in preparation", 15, kill_preparation),
+    ("kill in preparation", 20, kill_preparation),
     ("kill in evaluation", 10, kill_evaluation),
-    ("kill of an ablation", 5, kill_ablation),
 )
 # Option with the number of trials, fault, its trial.
 OTHERS = (
@@ -249,43 +206,40 @@ OTHERS = (
     ("damages", "damaged newest checkpoint", damage),
     ("restarts", "elastic restart", restart),
     ("ranks", "two processes with different settings", ranks_apart),
-    ("ranks", "one of two processes hangs", ends.hung),
     *(("storage", name, trial) for name, trial in storage.FAULTS.items()),
 )
 
 
-def plan(asked: dict[str, int]) -> list[tuple[str, int, Trial]]:
+SIZES = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "storage": 10, "ranks": 10}
+SIZES |= {"ends": 1, "seed": 1}
+
+
+def plan(sizes: dict[str, int]) -> list[tuple[str, int, Trial]]:
     """Fault, trials, trial: the kills are shared out over the commands."""
-    left, rows = asked["kills"], []
+    left, rows = sizes["kills"], []
     for name, share, trial in KILLS:
-        count = min(left, -(-asked["kills"] * share // 100))
+        count = min(left, -(-sizes["kills"] * share // 100))
         left -= count
         rows.append((name, count, trial))
-    own = [(name, 1, lambda world, _, trial=trial: trial(world)) for name, trial in ends.ENDS.items() if asked["ends"]]
-    return [*rows, *((name, asked[key], trial) for key, name, trial in OTHERS), *own]
+    once = [(name, sizes["ends"], lambda world, _, trial=trial: trial(world)) for name, trial in ends.ENDS.items()]
+    return [*rows, *((name, sizes[key], trial) for key, name, trial in OTHERS), *once]
 
 
 def main() -> int:
-    asked = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "storage": 10, "ranks": 10}
-    asked |= {"ends": 1, "seed": 1}
-    usual = " ".join(f"{key}={count}" for key, count in asked.items())
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key not in asked or not value.isdecimal():
-            print(f"error: {argument} is unknown: use {usual}", file=sys.stderr)
-            return 2
-        asked[key] = int(value)
+    sizes = SIZES | {key: int(count) for key, _, count in (argument.partition("=") for argument in sys.argv[1:])}
     failures = []
-    with tempfile.TemporaryDirectory() as folder:
-        for module in ("data.prepare", "eval.perplexity", "train"):  # once for all forks
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda hydra, **given: None)  # as in tests/conftest.py
+        for module in ("data.prepare", "eval.perplexity", "train", "torch._dynamo"):  # once for all forks
             importlib.import_module(module)
+        torch.set_num_threads(1)
         world = World(Path(folder) / "world")
         print("| fault | trials | survived | seconds |\n| --- | --- | --- | --- |", flush=True)
-        for name, count, trial in plan(asked):
+        for name, count, trial in plan(sizes):
             begin, survived = time.monotonic(), 0
             for number in range(count):
                 world.log.write_text("")
-                wrong = trial(world, random.Random(f"{asked['seed']} {name} {number}"))
+                wrong = trial(world, random.Random(f"{sizes['seed']} {name} {number}"))
                 survived += not wrong
                 failures += [f"{name}, trial {number}: {wrong}\n{world.log.read_text()[-1000:]}"] if wrong else []
             print(f"| {name} | {count} | {survived} | {time.monotonic() - begin:.0f} |", flush=True)

@@ -1,4 +1,4 @@
-"""Ends of a training run other than its own: each scenario returns "" where it ended as it must, else what is wrong."""
+"""Ends of a training run before the last step: each scenario returns "" where it ended as it must, else what is wrong."""
 
 import os
 import re
@@ -7,10 +7,9 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
-from tests.faults.runs import World, call, ending, launch, launch_two, wait
+from tests.faults.runs import World, call, compared, ending, launch, wait
 from training.checkpoint import checkpoints
 
 WEIGHTS = "model.safetensors"
@@ -18,7 +17,7 @@ WEIGHTS = "model.safetensors"
 LONG = ("steps=100000", "checkpoint.every=0")
 
 
-def said(world: World, since: int) -> str:
+def logged(world: World, since: int = 0) -> str:
     return world.log.read_bytes()[since:].decode()
 
 
@@ -39,7 +38,7 @@ def slow() -> None:
     from data import loader
 
     real = loader.Loader.__call__
-    loader.Loader.__call__ = lambda self, step, micro=0: time.sleep(0.05) or real(self, step, micro)
+    loader.Loader.__call__ = lambda self, step, micro=0: time.sleep(0.1) or real(self, step, micro)
 
 
 def by_signal(number: int) -> Callable[[World], str]:
@@ -53,8 +52,7 @@ def by_signal(number: int) -> Callable[[World], str]:
         if code != 128 + number or not checkpoints(run):
             return f"exit code {code}, {len(checkpoints(run))} checkpoints"
         code = call("train", world.train(run, "checkpoint.every=0", "resume=true"), world.log)
-        wanted, found = ending(world.whole), ending(run)
-        return "" if not code and wanted[WEIGHTS] == found[WEIGHTS] else f"resumed: exit code {code}, {found}"
+        return "" if not code and ending(world.whole)[WEIGHTS] == ending(run)[WEIGHTS] else f"resumed: exit code {code}"
 
     return scenario
 
@@ -107,12 +105,7 @@ def closed_output(world: World) -> str:
     """The reader has left (| head -1): the run goes on to its end."""
     run = world.fresh("end")
     process, _ = into_pipe(world, run, os.close)
-    code = wait(process)
-    return compared_end(run, world, code)
-
-
-def compared_end(run: Path, world: World, code: int) -> str:
-    return "" if not code and ending(run) == ending(world.whole) else f"exit code {code}"
+    return compared(run, world.whole, wait(process))
 
 
 def hangup_and_second_trainer(world: World) -> str:
@@ -124,53 +117,30 @@ def hangup_and_second_trainer(world: World) -> str:
     until(lambda: checkpoints(run))
     start = world.log.stat().st_size
     second = call("train", world.train(run, *LONG, "resume=true"), world.log)
-    refused = second == 2 and "is in use: another process" in said(world, start)
+    refused = second == 2 and "is in use: another process" in logged(world, start)
     os.kill(process, signal.SIGINT)
     code = wait(process)
     return "" if refused and code == 130 and len(checkpoints(run)) == 2 else f"second {second}, first {code}"
 
 
-def full_disk(room: int, long_metrics: bool) -> Callable[[World], str]:
-    """No file may grow beyond `room` bytes; with `long_metrics`, metrics.jsonl is the one that does."""
+def full_disk(world: World) -> str:
+    """No file, metrics.jsonl among them, may grow: one line; the checkpoint before is kept, and nothing half written."""
 
-    def scenario(world: World) -> str:
-        """A write that finds no room is one line; the checkpoint before is kept, and nothing half written."""
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 
-        def limit() -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead, as on a full disk
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-
-        run, options = world.fresh("end"), ("checkpoint.every=4", "checkpoint.keep=0", "steps=8")
-        if call("train", world.train(run, *options), world.log):
-            return "the run without a fault failed"
-        shutil.rmtree(run / "checkpoints" / "step_00000008")
-        if long_metrics:
-            first, *others = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-            first = f'{first[:-2]}, "note": "{"x" * (room - 1500)}"}}\n'
-            (run / "metrics.jsonl").write_text("".join([first, *others]))
-        world.log.write_text("")
-        code, errors = call("train", world.train(run, *options, "resume=true"), world.log, limit), said(world, 0)
-        left = [folder.name for folder in checkpoints(run)] + [path.name for path in run.rglob(".*.part")]
-        one_line = len(re.findall("^error: ", errors, re.M)) == 1 and "Traceback" not in errors
-        return "" if code == 2 and one_line and left == ["step_00000004"] else f"exit code {code}, {left}"
-
-    return scenario
-
-
-def short_shard(world: World) -> str:
-    """A shard that loses its end while the run reads it is one line."""
-    run, shards = world.fresh("end"), world.fresh("short")
-    shards.mkdir()
-    for path in world.shards.iterdir():
-        (shards / path.name).write_bytes(path.read_bytes())
-    start = world.log.stat().st_size
-    arguments = [a for a in world.train(run, *LONG) if not a.startswith("data.dir=")]
-    process = launch("train", [*arguments, f"data.dir={shards}"], world.log)
-    until(started(run))
-    for path in shards.glob("*train*.bin"):
-        os.truncate(path, 2000)
-    code, text = wait(process, 30), said(world, start)
-    return "" if code == 2 and "truncated" in text and "Traceback" not in text else f"exit code {code}: {text[-500:]}"
+    run, options = world.fresh("end"), ("checkpoint.every=4", "checkpoint.keep=0", "steps=8")
+    if call("train", world.train(run, *options), world.log):
+        return "the run without a fault failed"
+    shutil.rmtree(run / "checkpoints" / "step_00000008")
+    first, *others = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([f'{first[:-2]}, "note": "{"x" * 398_500}"}}\n', *others]))
+    world.log.write_text("")
+    code, errors = call("train", world.train(run, *options, "resume=true"), world.log, limit), logged(world)
+    left = [folder.name for folder in checkpoints(run)] + [path.name for path in run.rglob(".*.part")]
+    one_line = len(re.findall("^error: ", errors, re.M)) == 1 and "Traceback" not in errors
+    return "" if code == 2 and one_line and left == ["step_00000004"] else f"exit code {code}, {left}"
 
 
 def requeued(world: World) -> str:
@@ -178,43 +148,19 @@ def requeued(world: World) -> str:
     run, marker = world.fresh("end"), world.folder / "queued"
     marker.unlink(missing_ok=True)
 
-    def job(starts: int) -> Callable[[], None]:
-        def before() -> None:
-            slow()
-            os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
-            signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
+    def job() -> None:
+        slow()
+        signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
 
-        return before
-
-    process = launch("train", world.train(run, "checkpoint.every=0"), world.log, job(0))
+    arguments = world.train(run, "checkpoint.every=0", "resume=true")
+    process = launch("train", arguments, world.log, job)
     until(started(run))
     os.kill(process, signal.SIGUSR1)
     code = wait(process)
     if code != 128 + signal.SIGUSR1 or not marker.exists():
         return f"exit code {code}, queued again: {marker.exists()}"
-    code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
+    code = call("train", arguments, world.log)
     return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
-
-
-def hung(world: World, _: object) -> str:
-    """The second of two processes stands still: the first says so after the timeout."""
-    run = world.fresh("end")
-
-    def before(rank: int) -> None:
-        from data import loader
-        from training import distributed
-
-        distributed.TIMEOUT = timedelta(seconds=10)
-        real = loader.Loader.__call__
-        stands = lambda step: rank == 1 and step == 5 and time.sleep(300)  # noqa: E731
-        loader.Loader.__call__ = lambda self, step, micro=0: stands(step) or real(self, step, micro)
-
-    start = world.log.stat().st_size
-    first, second = launch_two(world.train(run), world.log, before=before)
-    until(started(run))
-    code, text = wait(first, 60), said(world, start)
-    wait(second, 0)
-    return "" if code == 2 and "no answer for 0:00:10 from rank 1" in text and "Traceback" not in text else f"{code}: {text}"
 
 
 ENDS: dict[str, Callable[[World], str]] = {
@@ -224,8 +170,6 @@ ENDS: dict[str, Callable[[World], str]] = {
     "full pipe": full_pipe,
     "closed output": closed_output,
     "SIGHUP, second trainer": hangup_and_second_trainer,
-    "full disk, checkpoint": full_disk(30_000, long_metrics=False),
-    "full disk, metrics": full_disk(400_000, long_metrics=True),
-    "short shard": short_shard,
+    "full disk": full_disk,
     "requeued job": requeued,
 }

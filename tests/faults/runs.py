@@ -20,7 +20,7 @@ from configs.files import read_json_lines
 from tests.conftest import TINY, WORDS
 from training.checkpoint import checkpoints
 
-STEPS = 16
+STEPS = 10
 RUN = (
     *TINY, "data=text", "data.name=tiny", "data.tokenizer.name=bytes", "model=diff", f"steps={STEPS}",
     "checkpoint.every=1", "monitor.every=0", "model.dropout=0.1", "eval_tokens=1024",
@@ -135,7 +135,6 @@ class World:
         return [f"run={run}", "tokens=2048", "device=cpu"]
 
     def fresh(self, name: str) -> Path:
-        """A folder of a trial, empty."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         return folder
@@ -144,24 +143,29 @@ class World:
 def ending(run: Path) -> dict[str, str]:
     """What a finished run ends with, without times and resumptions: losses, and the bits of weights and optimizer."""
     timed = {"tokens_per_s", "mem_gb", "time_s", "machine", "version", "monitor_s"}
-    found = [line for line in read_json_lines(run / "metrics.jsonl") if "continued" not in line]
-    lines = [{k: v for k, v in line.items() if k not in timed} for line in found]
+    lines = [line for line in read_json_lines(run / "metrics.jsonl") if "continued" not in line]
+    if not checkpoints(run):
+        return {}
     last = checkpoints(run)[-1]
     return {
-        "metrics": json.dumps(lines),
+        "metrics": json.dumps([{k: v for k, v in line.items() if k not in timed} for line in lines]),
         "checkpoint": last.name,
         **{path.name: _digest(path) for path in last.glob("*.safetensors")},
         "litter": ", ".join(path.name for path in run.rglob(".*") if path.name != ".lock"),
     }
 
 
+def compared(run: Path, whole: Path, code: int = 0) -> str:
+    """What is wrong with a run that had to end as `whole`."""
+    ends, wanted = ending(run), ending(whole)
+    return ", ".join([f"exit code {code}"] * (code > 0) + [f"another {key}" for key in wanted if ends.get(key) != wanted[key]])
+
+
 def prepared(folder: Path) -> dict[str, str]:
-    """The bits of prepared shards."""
     return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file() and path.suffix == ".bin"}
 
 
 def evaluated(run: Path) -> dict[str, str]:
-    """What an evaluation found."""
     return {path.name: json.dumps(json.loads(path.read_text())["results"]) for path in (run / "eval").glob("*.json")}
 
 

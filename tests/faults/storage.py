@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.ends import said, slow, until
-from tests.faults.runs import STEPS, World, call, ending, launch, wait
+from tests.faults.ends import logged, slow, until
+from tests.faults.runs import STEPS, World, call, compared, launch, wait
 from training.checkpoint import checkpoints, load_run
 
 
@@ -35,13 +35,7 @@ def ended(world: World, run: Path, code: int, text: str) -> str:
     """What is wrong with a run that had to end with one line, and that resume=true then has to finish."""
     if code != 2 or bad_error(text):
         return f"exit code {code}, {bad_error(text)}"
-    return finished(world, run, call("train", world.train(run, "resume=true"), world.log))
-
-
-def finished(world: World, run: Path, code: int) -> str:
-    """What is wrong with a run that had to end as the one without a fault."""
-    found, wanted = ending(run) if checkpoints(run) else {}, ending(world.whole)
-    return ", ".join([f"exit code {code}"] * (code > 0) + [f"another {key}" for key in wanted if found.get(key) != wanted[key]])
+    return compared(run, world.whole, call("train", world.train(run, "resume=true"), world.log))
 
 
 def unsynced_folder(world: World, draw: random.Random) -> str:
@@ -58,12 +52,12 @@ def unsynced_folder(world: World, draw: random.Random) -> str:
 
         os.fsync = fsync
 
-    return finished(world, run, call("train", world.train(run), world.log, install))
+    return compared(run, world.whole, call("train", world.train(run), world.log, install))
 
 
 def unsynced_file(world: World, draw: random.Random) -> str:
     """From some file on, none can be synced: one line names it."""
-    run, synced = world.fresh("unsynced"), draw.randrange(60)
+    run, synced = world.fresh("unsynced"), draw.randrange(5 * STEPS - 5)
 
     def install() -> None:
         real, left = os.fsync, iter(range(synced))
@@ -75,12 +69,12 @@ def unsynced_file(world: World, draw: random.Random) -> str:
 
         os.fsync = fsync
 
-    code, text = call("train", world.train(run), world.log, install), said(world, 0)
+    code, text = call("train", world.train(run), world.log, install), logged(world)
     return f"no file named: {text[-300:]}" if f"'{run}/" not in text else ended(world, run, code, text)
 
 
 def undeletable(world: World, draw: random.Random) -> str:
-    """The first old checkpoints cannot be renamed or, renamed, not be deleted: an open file on Windows or NFS."""
+    """The first old checkpoints cannot be renamed or, renamed, not be deleted: an open file on NFS."""
     run, count, renamed = world.fresh("undeletable"), draw.randint(1, 8), draw.random() < 0.5
 
     def install() -> None:
@@ -94,12 +88,12 @@ def undeletable(world: World, draw: random.Random) -> str:
 
         setattr(owner, name, refused)
 
-    code, text = call("train", world.train(run), world.log, install), said(world, 0)
+    code, text = call("train", world.train(run), world.log, install), logged(world)
     warnings = text.count("could not be deleted")
     if code or warnings != count:
         return f"exit code {code}, {warnings} warnings of {count}"
     code = call("train", world.train(run, "resume=true"), world.log)  # already done, it deletes what was left
-    return finished(world, run, code) or ("" if len(checkpoints(run)) == 2 else f"{len(checkpoints(run))} checkpoints")
+    return compared(run, world.whole, code) or ("" if len(checkpoints(run)) == 2 else f"{len(checkpoints(run))} checkpoints")
 
 
 def linked(world: World, draw: random.Random) -> str:
@@ -118,7 +112,7 @@ def linked(world: World, draw: random.Random) -> str:
         code = code or call("train", world.train(run, "resume=true", "checkpoint.keep=1"), world.log)
     held, wanted = ({path.name: path.read_bytes() for path in f.iterdir()} for f in (target, checkpoints(world.whole)[-2]))
     kept = "" if held == wanted and len(checkpoints(run)) == 1 else "another target, or an old checkpoint that stays"
-    return finished(world, run, code) or kept
+    return compared(run, world.whole, code) or kept
 
 
 def moved(world: World, draw: random.Random) -> str:
@@ -127,7 +121,7 @@ def moved(world: World, draw: random.Random) -> str:
     process = launch("train", world.train(run), world.log, slow)
     until(lambda: any(folder.name >= f"step_{step:08d}" for folder in checkpoints(run)))
     run.rename(elsewhere)
-    code, text = wait(process), said(world, 0)
+    code, text = wait(process), logged(world)
     if run.exists():
         return f"exit code {code}, and a new folder: {sorted(run.rglob('*'))}"
     if draw.random() < 0.5:
@@ -146,12 +140,12 @@ def unwritten(world: World, draw: random.Random) -> str:
 
         os.fsync = fsync
 
-    ends, first = call("eval.perplexity", world.evaluate(run), world.log, install), said(world, 0)
+    ends, first = call("eval.perplexity", world.evaluate(run), world.log, install), logged(world)
     start = world.log.stat().st_size
     if ends != 2 or bad_error(first) or list(run.glob("eval/*")):
         return f"{errno.errorcode[code]}: exit code {ends}, {bad_error(first)}"
     call("eval.perplexity", world.evaluate(run), world.log)
-    printed = said(world, start).splitlines()
+    printed = logged(world, start).splitlines()
     lost = [line for line in printed if line not in first.splitlines() and str(run) not in line]
     return f"not printed: {lost}" if lost or not printed else ""
 
@@ -162,7 +156,7 @@ def read_beside(world: World, draw: random.Random) -> str:
     process = launch("train", world.train(run, "checkpoint.keep=1", f"steps={steps}"), world.log)
     until(lambda: checkpoints(run))
     reader = launch("tests.faults.storage", [str(run), str(steps)], world.log)
-    codes, text = [wait(process), wait(reader, 30)], said(world, 0)
+    codes, text = [wait(process), wait(reader, 30)], logged(world)
     return "" if codes == [0, 0] and "warning" not in text else f"exit codes {codes}: {text[-300:]}"
 
 

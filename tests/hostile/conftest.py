@@ -1,63 +1,101 @@
-"""Small honest files, of which tests make hostile ones."""
+"""Small honest files and what reads each of them; tests make hostile ones of them."""
 
+import gzip
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
-from data.config import TokenizerConfig
-from data.shards import META, write_shard
-from data.tokenizer import Tokenizer, build_tokenizer
+from data.config import DataConfig, TokenizerConfig
+from data.shards import META, Shard, open_split, write_shard
+from data.sources import open_corpus
+from data.tokenizer import build_tokenizer, load_tokenizer
+from eval.report.runs import read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from model.interop.folder import Weights, read_config
+from training.checkpoint import load_run
 from training.saver import save
 
 TEXT = "A text of some length, about the sea. " * 40
+LINES = "".join(json.dumps({"text": f"line {i} é", "n": i}) + "\n" for i in range(40)).encode()
+TOKENIZER = build_tokenizer(TokenizerConfig("bpe", 270), [TEXT])
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return build_tokenizer(TokenizerConfig("bpe", 270), [TEXT])
+def read_text(path: Path) -> int:
+    return sum(map(len, open_corpus(DataConfig("mine", "text", str(path)))))
 
 
-@pytest.fixture
-def shards(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+def read_shard(path: Path) -> Any:
+    shard = Shard(path, vocab_size=300)
+    return shard.read(0, len(shard))
+
+
+def prepared(folder: Path) -> Path:
     """A prepared folder as data.prepare leaves it."""
-    folder = tmp_path / "shards"
     folder.mkdir()
-    tokenizer.save(folder)
-    tokens, splits = np.array([tokenizer.eot, *tokenizer.encode(TEXT)]), {}
+    TOKENIZER.save(folder)
+    tokens, splits = np.array([TOKENIZER.eot, *TOKENIZER.encode(TEXT)]), {}
     for split in ("train", "val"):
         file = f"{split}_000000.bin"
-        crc = write_shard(folder / file, tokens, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+        crc = write_shard(folder / file, tokens, vocab_size=TOKENIZER.vocab_size, fingerprint=TOKENIZER.fingerprint)
         listed = [{"file": file, "tokens": len(tokens), "crc32": crc}]
         splits[split] = {"tokens": len(tokens), "documents": 1, "bytes": len(TEXT), "shards": listed}
-    named = {key: getattr(tokenizer, key) for key in ("name", "vocab_size", "eot", "fingerprint")}
+    named = {key: getattr(TOKENIZER, key) for key in ("name", "vocab_size", "eot", "fingerprint")}
     meta = {"version": 1, "name": "mine", "source": "text", "tokenizer": named, "splits": splits, "request": {}}
     (folder / META).write_text(json.dumps(meta))
     return folder
 
 
-@pytest.fixture
-def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[[str], Path]:
-    """make_run(name) -> a run folder with a checkpoint, metrics and an evaluation."""
+def trained(folder: Path, shards: Path) -> Path:
+    """A run folder with a checkpoint, metrics and an evaluation."""
+    cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=TOKENIZER.vocab_size)
+    save(folder, 4, Decoder(cfg, seed=1), [])
+    TOKENIZER.save(folder)
+    data = {"name": "made-up", "source": "text", "dir": str(shards)}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(cfg), "data": data, "seed": 1, "steps": 4}))
+    lines = [{"step": step, "tokens": 64 * step, "loss": 5.0, "time_s": 0.1} for step in range(5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "eval").mkdir()
+    result = {"eval": "perplexity", "run": "run", "config": {}, "results": {"loss": 5.0, "sha256": "0"}}
+    (folder / "eval" / "perplexity.json").write_text(json.dumps(result))
+    return folder
 
-    def make(name: str) -> Path:
-        folder = tmp_path / "runs" / name
-        cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=tokenizer.vocab_size)
-        save(folder, 4, Decoder(cfg, seed=1), [])
-        tokenizer.save(folder)
-        data = {"name": "made-up", "source": "text", "dir": str(shards)}
-        (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(cfg), "data": data, "seed": 1, "steps": 4}))
-        lines = [{"step": step, "tokens": 64 * step, "loss": 5.0, "time_s": 0.1} for step in range(5)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / "eval").mkdir()
-        result = {"eval": "perplexity", "run": name, "config": {}, "results": {"loss": 5.0, "sha256": "0"}}
-        (folder / "eval" / "perplexity.json").write_text(json.dumps(result))
-        return folder
 
-    return make
+@pytest.fixture(scope="session")
+def loaders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Callable[[], Any]]:
+    """file -> what reads it. A test that changes a file restores it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    shards, model = prepared(folder / "shards"), folder / "model"
+    run = trained(folder / "run", shards)
+    (checkpoint,) = run.glob("checkpoints/*")
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16, "n": [1, 2.5, None]}))
+    texts = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), "c.txt": LINES}
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow
+        from pyarrow import parquet
+
+        texts["d.parquet"] = b""
+        parquet.write_table(pyarrow.table({"text": [f"line {i}" for i in range(500)]}), folder / "d.parquet")
+    return {folder / name: (lambda path=folder / name: read_text(path)) for name in texts} | {
+        shards / "train_000000.bin": lambda: read_shard(shards / "train_000000.bin"),
+        shards / "meta.json": lambda: open_split(shards, "train"),
+        shards / "tokenizer.json": lambda: load_tokenizer(shards).encode_array("some text"),
+        run / "config.yaml": lambda: read_run(run),
+        run / "metrics.jsonl": lambda: read_run(run),
+        run / "eval" / "perplexity.json": lambda: read_run(run),
+        checkpoint / "state.json": lambda: load_run(run),
+        checkpoint / "model.safetensors": lambda: load_run(run),
+        model / "model.safetensors": lambda: Weights(model),
+        model / "config.json": lambda: read_config(model),
+    }

@@ -1,9 +1,7 @@
-"""Properties that hold for every input: shards, the order of samples, ranges, hold-out, retrieval documents."""
+"""Properties that hold for every input: shards, the order of samples, hold-out, retrieval documents."""
 
 import tempfile
-from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pytest
@@ -16,12 +14,11 @@ from hypothesis import strategies as st  # noqa: E402
 from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.holdout import measure  # noqa: E402
 from data.loader import Loader, Windows, permute  # noqa: E402
-from data.retrieval import RetrievalSource, cities, draw_numbers  # noqa: E402
+from data.retrieval import RetrievalSource, cities  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
-from model.ranges import check_ranges  # noqa: E402
 
-settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True)
+settings.register_profile("suite", deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 FINGERPRINT = "0123456789abcdef" * 4
@@ -48,12 +45,6 @@ def test_a_shard_holds_what_was_written(tokens, parts, wide):
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_an_order_is_a_permutation(n, seed):
     assert sorted(permute(index, n, seed) for index in range(n)) == list(range(n))
-
-
-@given(st.integers(1, 2**62), st.data())
-def test_an_order_stays_in_its_range(n, data):
-    index = data.draw(st.integers(0, n - 1))
-    assert 0 <= permute(index, n, 7) < n
 
 
 class Numbers:
@@ -88,22 +79,6 @@ def test_windows_use_every_target_once(lengths, length):
     assert len(set(targets)) == len(targets) == sum((n - 1) // length for n in lengths) * length
 
 
-ENDS = st.floats(-1e6, 1e6, allow_nan=False)
-
-
-@given(ENDS, ENDS, st.booleans(), st.booleans(), st.floats(allow_nan=True))
-def test_a_range_admits_what_lies_in_it(one, two, has_low, has_high, value):
-    low, high = sorted((one, two))
-    text = f"{'[' if has_low else '('}{low!r}, {high!r}{']' if has_high else ')'}"
-    config = make_dataclass("Config", [("x", Annotated[float, text], 0.0)])(x=value)
-    inside = (value >= low if has_low else value > low) and (value <= high if has_high else value < high)
-    if inside:
-        check_ranges(config)
-    else:
-        with pytest.raises(ValueError, match="x=.* is out of range: use"):
-            check_ranges(config)
-
-
 @given(st.lists(st.text("abc \n", min_size=1, max_size=400).filter(str.strip), min_size=1, max_size=30), st.floats(0.01, 0.9))
 def test_nothing_is_lost_between_training_and_validation(texts, fraction):
     try:
@@ -129,10 +104,3 @@ def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits
     text = BYTES.decode(row[1:])
     assert "The magic number of" in text
     assert not any(f"of {city} is" in text for city in cities("eval"))
-
-
-@given(st.integers(2, 18), st.integers(0, 2**32))
-def test_numbers_have_their_digits_and_their_split(digits, seed):
-    rng = np.random.default_rng(seed)
-    numbers = {split: draw_numbers(rng, split, digits, 1)[0] for split in ("train", "eval")}
-    assert all(len(str(number)) == digits for number in numbers.values()) and numbers["train"] != numbers["eval"]

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # once for all groups: optimizers import it
 import torch.multiprocessing as mp
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from configs.composing import compose_job
 from model.config import DecoderConfig
@@ -47,11 +46,6 @@ def train(world: World, *overrides: str) -> float:
         return run_training(cfg, world, cleanup)
 
 
-def train_apart(world: World, *overrides: str) -> float:
-    """A training run whose second process has another learning rate."""
-    return train(world, *overrides, *["optim.lr=0.5"] * world.rank)
-
-
 def train_until(world: World, step: int, *overrides: str) -> None:
     """A training run that ends as soon as the checkpoint of `step` is on the disk."""
     save = Saver.save
@@ -70,38 +64,19 @@ def train_until(world: World, step: int, *overrides: str) -> None:
 
 
 def small(world: World, kind: str, shard: int | None, optim: str) -> tuple[Parallel, list[torch.optim.Optimizer]]:
-    """A small model with scalars, odd numbers of rows and a matrix of each form, and its optimizers."""
     parallel = Parallel(Decoder(SMALL, seed=3), world, kind, shard)
     return parallel, build_optimizers(parallel.model, OptimConfig(name=optim), world)
 
 
-def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int, micros: int = 1) -> None:
-    """Optimizer steps on the same tokens; the last one leaves its gradients."""
+def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int) -> None:
+    """Optimizer steps on the same tokens."""
     tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
     for _ in range(count):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for micro in range(micros):
-            with parallel.micro_batch(last=micro == micros - 1):
-                parallel.net(tokens, tokens).backward()
+        parallel.net(tokens, tokens).backward()
         parallel.clip_grad_norm(1.0)
         for optimizer in optimizers:
             optimizer.step()
-
-
-def measure(world: World, kind: str, shard: int | None, optim: str, micros: int) -> dict[str, dict[str, int]]:
-    """What this process holds after a step, and the messages of another, in bytes."""
-    parallel, optimizers = small(world, kind, shard, optim)
-    steps(parallel, optimizers, 1)
-    with Messages() as messages:
-        steps(parallel, optimizers, 1, micros)
-    params = list(parallel.model.parameters())
-    held = {"parameters": params, "gradients": [p.grad for p in params]}
-    held["optimizer"] = list(state_tensors(optimizers).values())
-    return {
-        "held": {name: sum(local(tensor).nbytes for tensor in tensors) for name, tensors in held.items()},
-        "sent": messages.bytes,
-    }
+            optimizer.zero_grad()
 
 
 def same_update(world: World, kind: str, shard: int | None) -> bool:
@@ -124,7 +99,7 @@ def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
     """Whether an update that the device skips, and the next one, which it takes, leave all weights and state as they were."""
     parallel, optimizers = small(world, kind, shard, optim)
     steps(parallel, optimizers, 1)
-    guard, found = Guard(optimizers, world, nonfinite=10, outlier_z=None), []
+    guard, unchanged = Guard(optimizers, world, nonfinite=10), []
     guard.ask_host = False
     tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
     for factor in (float("nan"), 1.0):
@@ -134,34 +109,8 @@ def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
         loss = parallel.net(tokens, tokens) * factor
         loss.backward()
         guard.step_optimizers(2, loss, parallel.clip_grad_norm(0.0))
-        found.append(all(torch.equal(before[name], tensor) for name, tensor in held.items()))
-    return found
-
-
-class Messages(TorchDispatchMode):
-    """Counts the bytes of the whole tensors that collectives gather, scatter, reduce or exchange within it."""
-
-    KINDS = {
-        "_allgather_base_": "all_gather",
-        "all_gather_into_tensor": "all_gather",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "allreduce_": "all_reduce",
-        "all_reduce": "all_reduce",
-        "alltoall_base_": "all_to_all",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
-
-    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor makes collectives of it, which come back here
-        name = function._schema.name.split("::")[-1]
-        if function.namespace in ("c10d", "_c10d_functional") and name in self.KINDS:
-            size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            self.bytes[self.KINDS[name]] += size * (args[1] if name == "all_gather_into_tensor" else 1)
-        return function(*args, **(kwargs or {}))
+        unchanged.append(all(torch.equal(before[name], tensor) for name, tensor in held.items()))
+    return unchanged
 
 
 def write(world: World, kind: str, shard: int | None, optim: str, folder: str) -> None:
@@ -204,15 +153,15 @@ def full(world: World, folder: str) -> None:
 
 
 def main(plan: Path, results: Path) -> None:
-    found = []
+    values = []
     for size, jobs in json.loads(plan.read_text()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        own = results.with_suffix(f".{len(found)}")
-        mp.start_processes(_member, (size, port, jobs, own), nprocs=size, start_method="fork")
-        found.append(json.loads(own.read_text()))
-    results.write_text(json.dumps(found))
+        of_group = results.with_suffix(f".{len(values)}")
+        mp.start_processes(_member, (size, port, jobs, of_group), nprocs=size, start_method="fork")
+        values.append(json.loads(of_group.read_text()))
+    results.write_text(json.dumps(values))
 
 
 def _member(rank: int, size: int, port: int, jobs: list, results: Path) -> None:
@@ -220,17 +169,17 @@ def _member(rank: int, size: int, port: int, jobs: list, results: Path) -> None:
     rendezvous = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in rendezvous.items()} | {"MASTER_ADDR": "127.0.0.1"}
     world = join_world("cpu")
-    found: list[Any] = []
+    values: list[Any] = []
     for name, arguments in jobs:
         try:
-            found.append(globals()[name](world, *arguments))
+            values.append(globals()[name](world, *arguments))
         except (ValueError, SystemExit) as error:
-            found.append(f"{type(error).__name__}: {error}")
+            values.append(f"{type(error).__name__}: {error}")
         except BaseException:
             traceback.print_exc()
             raise
     if world.main:
-        results.write_text(json.dumps(found))
+        results.write_text(json.dumps(values))
     world.close()
 
 

@@ -1,11 +1,9 @@
-"""What is said at an end by several processes, JSON without NaN, locks and litter. (tests/faults has runs that end.)"""
+"""What several processes print at an end, JSON without NaN, locks and litter. (tests/faults has runs that end.)"""
 
 import json
 import math
 import os
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +17,14 @@ from data.loader import inputs_and_targets
 from eval.common import EvalConfig
 from tests.conftest import Typed, train_arguments
 from training import distributed
-from training.distributed import World, join_world, pick_device
+from training.distributed import World, join_world
 from training.run import TrainConfig
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("every_rank", (True, False))
-def test_each_process_of_a_training_prints_its_own_error(
+def test_each_process_of_a_training_prints_its_error(
     every_rank: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -48,12 +46,6 @@ def test_a_process_that_hangs_is_named(others: str, says: str, monkeypatch: pyte
         raise RuntimeError(
             "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
         )
-
-
-def test_a_process_that_hangs_with_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "PATIENCE", 0.01)
-    store = SimpleNamespace(set=lambda *_: None, check=lambda _: threading.Event().wait(1))
-    assert World(1, 2, CPU, store).silent() == "rank 0"
 
 
 def test_processes_that_never_come_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +78,7 @@ def test_a_full_gpu_is_one_line_that_names_what_needs_less(config: type, capsys:
         raise RuntimeError("shapes")
 
 
-def test_after_an_error_no_process_waits_for_the_others_before_it_is_said(
+def test_after_an_error_no_process_waits_for_the_others_before_it_is_printed(
     shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """nccl's end of the group may wait for processes that are in a collective."""
@@ -115,12 +107,6 @@ def test_a_gpu_copies_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None
     assert pinned == [True, True]
 
 
-@pytest.mark.parametrize("device", ("tpu", "", "cuda:x", "cpu:3"))
-def test_only_devices_that_train_are_known(device: str) -> None:
-    with pytest.raises(ValueError, match="use auto, cpu or cuda"):
-        pick_device(device)
-
-
 def test_a_rank_of_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -128,13 +114,13 @@ def test_a_rank_of_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         join_world("cpu")
 
 
-def test_processes_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ("cuda:0", "cuda"))
+def test_processes_do_not_share_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for device, rank, says in (("cuda:0", 0, "use device=cuda$"), ("cuda", 2, "--nproc_per_node=2")):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 3), ("WORLD_SIZE", 3)):
-            monkeypatch.setenv(name, str(value))
-        with pytest.raises(ValueError, match=says):
-            join_world(device)
+    for name, value in (("RANK", 2), ("LOCAL_WORLD_SIZE", 3), ("WORLD_SIZE", 3)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match="use device=cuda and torchrun --nproc_per_node=2 or less"):
+        join_world(device)
 
 
 def test_json_never_holds_what_json_does_not_know(tmp_path: Path) -> None:
@@ -163,6 +149,10 @@ def test_what_a_killed_command_left_half_written_is_removed_and_nothing_else(tmp
     assert len(list(tmp_path.glob(".*.part"))) == 2 and not folder.exists()
     with whole_folder(folder) as partial:
         (partial / "a").write_text("new")
+    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as partial:
+        (partial / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert (folder / "a").read_text() == "new"
     with whole_folder(folder) as partial:
         (partial / "a").write_text("newer")
     write_atomic(tmp_path / "b.json", b"{", b"}")
@@ -172,21 +162,9 @@ def test_what_a_killed_command_left_half_written_is_removed_and_nothing_else(tmp
     assert (folder / "a").read_text() == "newer" and (tmp_path / "b.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("error", (OSError("no space left on device"), KeyboardInterrupt()))
-def test_a_folder_stays_if_the_next_one_cannot_be_written(error: BaseException, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "a").write_text("before")
-    with pytest.raises(type(error)), whole_folder(folder) as partial:
-        (partial / "a").write_text("half")
-        raise error
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "a").read_text() == "before"
-
-
-def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
     first = FolderLock(tmp_path, "trains in it")
-    first.note("started by process 7")
-    with pytest.raises(ValueError, match=r"is in use: another process \(started by process 7\) trains in it"):
+    with pytest.raises(ValueError, match=r"is in use: another process trains in it"):
         FolderLock(tmp_path, "trains in it")
     first.release()
     FolderLock(tmp_path, "trains in it").release()

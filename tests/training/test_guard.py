@@ -8,7 +8,7 @@ import torch
 from model.decoder import Decoder
 from tests.variants import config
 from training.distributed import World
-from training.guard import WINDOW, Diverged, Guard
+from training.guard import Diverged, Guard
 from training.optim import OptimConfig, build_optimizers, state_tensors
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -19,7 +19,7 @@ def train(kind: str, bad: dict[int, float], ask_host: bool, guarded: bool = True
     """Weights and state after 5 updates, whose gradients are multiplied by `bad` where that has their number."""
     model = Decoder(config("diff"))
     optimizers = build_optimizers(model, OptimConfig(name=kind))
-    guard = Guard(optimizers, ALONE, nonfinite=10, outlier_z=None)
+    guard = Guard(optimizers, ALONE, nonfinite=10)
     guard.ask_host = ask_host
     for step in range(1, 6):
         loss = model(TOKENS, TOKENS.roll(-1, 1))
@@ -51,13 +51,12 @@ def test_a_skipped_update_leaves_no_trace(kind: str, ask_host: bool) -> None:
         assert any(not torch.equal(skipped[name], good[name]) for name in good)
 
 
-def guard_of(**options: float) -> Guard:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    return Guard([torch.optim.AdamW([parameter])], ALONE, **({"nonfinite": 3, "outlier_z": None} | options))
+def guard_of() -> Guard:
+    return Guard([torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])], ALONE, nonfinite=3)
 
 
-def feed(guard: Guard, losses: list[float], first: int = 1, norm: float = 1.0) -> list[int]:
-    for step, loss in enumerate(losses, first):
+def feed(guard: Guard, losses: list[float], norm: float = 1.0) -> list[int]:
+    for step, loss in enumerate(losses, 1):
         guard.step_optimizers(step, torch.tensor(loss), torch.tensor(norm))
     return [step for step, _ in guard.skipped_updates()]
 
@@ -73,7 +72,7 @@ def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
     assert seen == [2, 3, 4]  # what ended the run is recorded, too
     for loss, norm in ((nan, 1.0), (2.5, math.inf)):
         guard = guard_of()
-        feed(guard, [1.0, loss], norm=norm)
+        feed(guard, [1.0, loss], norm)
         with pytest.raises(Diverged, match=rf"the loss is {loss} at step 2 \(gradient norm {norm}\), the last one"):
             guard.refuse_bad_end(2, 1.0)
     with pytest.raises(Diverged, match="the loss is nan at step 2"):
@@ -85,36 +84,3 @@ def test_a_skipped_update_says_why() -> None:
     guard = guard_of()
     guard.step_optimizers(3, torch.tensor(math.nan), torch.tensor(2.5))
     assert list(guard.skipped_updates()) == [(3, "loss nan, gradient norm 2.5")]
-
-
-def reference(values: list[float], limit: float) -> list[int]:
-    """llm.c's rule in plain Python: numbers (from 1) of what is skipped."""
-    window, skipped, row = [], [], 0
-    for number, value in enumerate(values, 1):
-        if len(window) < WINDOW:
-            window.append(value)
-            continue
-        trial = [*window[1:], value]
-        mean = sum(trial) / WINDOW
-        sd = math.sqrt(sum((x - mean) ** 2 for x in trial) / WINDOW)
-        row = row + 1 if sd and (value - mean) / sd > limit else 0
-        skipped += [number] * (row > 0)
-        if row == 0 or row >= 3:
-            window = trial
-    return skipped
-
-
-def test_outliers_are_those_of_the_rule_also_after_a_resume() -> None:
-    generator = torch.Generator().manual_seed(1)
-    values = (torch.randn(200, generator=generator, dtype=torch.float64) * 0.1 + 3).tolist()
-    for at, value in {20: 50.0, 100: 9.0, 120: 5.0, 121: 5.1, 122: 5.2, 123: 5.3, 150: 3.9}.items():
-        values[at] = value
-    wanted = reference(values, 4.0)
-    assert {101, 121, 122} <= set(wanted)
-    whole = guard_of(outlier_z=4.0)
-    whole_found = feed(whole, values)
-    first, second = guard_of(outlier_z=4.0), guard_of(outlier_z=4.0)
-    half = feed(first, values[:121])
-    second.load(first.state())
-    assert whole_found == wanted == half + feed(second, values[121:], first=122)
-    assert feed(guard_of(outlier_z=4.0), [3.0] * 100) == []  # equal values have no deviation

@@ -1,6 +1,5 @@
-"""What a run says of itself, on machines that lack a part of it."""
+"""What a run reports of itself, on machines that lack a part of it."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,33 +7,14 @@ import torch
 
 from training import metrics
 
-LINE = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1200.0, "mfu": None}
 
-
-def test_memory_is_measured() -> None:
-    gb = metrics.memory_gb(torch.device("cpu"))
-    assert 0.01 < gb < 1000 and f"mem {gb:.2f} GB" in metrics.log_line(1, 10, 512, LINE | {"mem_gb": gb})
-
-
-def test_without_the_resource_module_there_is_no_memory_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "resource", None)  # importing it raises ImportError, as on Windows
-    monkeypatch.setattr(metrics, "STATUS", Path("no such file"))
-    assert metrics.memory_gb(torch.device("cpu")) is None
-    assert "mem n/a" in metrics.log_line(1, 10, 512, LINE | {"mem_gb": None})
-
-
-def test_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "status").write_text("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n")
-    monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
-    assert metrics.memory_gb(torch.device("cpu")) == 2.048  # getrusage would tell the peak of the process that started this one
-    (tmp_path / "status").write_text("VmSize:\t 9 kB\nVmRSS:\t 1000000 kB\n")  # as gVisor's
-    assert metrics.memory_gb(torch.device("cpu")) > 0.1
-
-
-def test_lines_without_a_step_are_dropped_on_a_resume(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"loss": 1.0}\n')
-    metrics.Metrics(tmp_path, "off", {}, 1).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+def test_memory_is_that_of_this_process_and_stands_in_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1200.0, "mfu": None}
+    for content, gb, says in (("VmHWM:\t 2000000 kB\n", 2.048, "mem 2.05 GB"), ("VmSize:\t 9 kB\n", None, "mem n/a")):
+        (tmp_path / "status").write_text(content)
+        monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
+        assert metrics.memory_gb(torch.device("cpu")) == gb
+        assert says in metrics.log_line(1, 10, 512, line | {"mem_gb": gb})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from model.attention.probe import first_share, probe
 from model.decoder import Decoder
 from tests.training.test_train import metrics, trained
 from tests.variants import VARIANTS, config, randomized
-from training.monitor import Monitor, MonitorConfig, evenly, monitor_of
+from training.monitor import Monitor, evenly
 
 OF_MAPS = {"entropy", "first", "sinks", "mass", "negative"}
 APART = {"entropy_1", "entropy_2", "first_1", "first_2", "overlap"}
@@ -30,17 +30,18 @@ def of_layer(numbers: dict[str, float], layer: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_has_finite_numbers_and_its_own(variant: str) -> None:
+def test_every_variant_has_finite_numbers(variant: str) -> None:
     model = Decoder(config(variant))
     numbers = Monitor(model, tokens()).read()
     assert all(math.isfinite(value) for value in numbers.values()) and numbers.pop("monitor_s") > 0
     layer = of_layer(numbers, 1)
     assert layer.keys() >= OF_MAPS
-    own = model.blocks[1].attention.readings(torch.randn(2, 3, 64)).keys()
+    special = model.blocks[1].attention.readings(torch.randn(2, 3, 64)).keys()
     letter = (model.cfg.layers * 2)[1]
-    assert layer.keys() - OF_MAPS - own == (APART if model.blocks[1].attention.shape.maps == 2 and variant != "dint" else set())
+    two_maps = model.blocks[1].attention.shape.maps == 2 and variant != "dint"
+    assert layer.keys() - OF_MAPS - special == (APART if two_maps else set())
     known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(letter)
-    assert known is None or known in own
+    assert known is None or known in special
     assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
     kind = type(model.blocks[1].attention)
     assert kind.signed or layer["negative"] == 0
@@ -54,14 +55,14 @@ def test_lambda_is_made_of_its_parts_with_the_warm_up_in_it() -> None:
     model.set_step(2)
     numbers = Monitor(model, tokens()).read()
     for i, block in enumerate(model.blocks):
-        found, attention = of_layer(numbers, i), block.attention
-        assert found["lambda"] == pytest.approx(attention.lam().item(), rel=1e-5)
-        parts = found["lambda_first"] - found["lambda_second"] + found["lambda_init"]
-        assert found["lambda_mix"] == pytest.approx(0.3) and found["lambda"] == pytest.approx(0.3 * parts, rel=1e-4)
+        read, attention = of_layer(numbers, i), block.attention
+        assert read["lambda"] == pytest.approx(attention.lam().item(), rel=1e-5)
+        parts = read["lambda_first"] - read["lambda_second"] + read["lambda_init"]
+        assert read["lambda_mix"] == pytest.approx(0.3) and read["lambda"] == pytest.approx(0.3 * parts, rel=1e-4)
         dot = (attention.lambda_q2.double() * attention.lambda_k2.double()).sum()
-        assert found["lambda_second"] == pytest.approx(math.exp(dot), rel=1e-5)
-        assert found["lambda_k1_norm"] == pytest.approx(attention.lambda_k1.norm().item(), rel=1e-5)
-        assert found["mass"] == pytest.approx(1 - found["lambda"], rel=1e-4)
+        assert read["lambda_second"] == pytest.approx(math.exp(dot), rel=1e-5)
+        assert read["lambda_k1_norm"] == pytest.approx(attention.lambda_k1.norm().item(), rel=1e-5)
+        assert read["mass"] == pytest.approx(1 - read["lambda"], rel=1e-4)
     values = [of_layer(numbers, i)["lambda"] for i in (0, 1)]
     assert numbers["monitor/mean/lambda"] == pytest.approx(sum(values) / 2, rel=1e-5)
     assert numbers["monitor/std/lambda"] == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-4)
@@ -69,7 +70,7 @@ def test_lambda_is_made_of_its_parts_with_the_warm_up_in_it() -> None:
 
 def test_lambdas_of_tokens_gates_and_path_weights_are_means_with_their_spread() -> None:
     x = tokens()
-    for variant, own, spread in (("diff_v2", "lambda", "lambda_std"), ("gated", "gate", "gate_std")):
+    for variant, mean, spread in (("diff_v2", "lambda", "lambda_std"), ("gated", "gate", "gate_std")):
         model, inputs = randomized(variant), {}
         for i, block in enumerate(model.blocks):
             block.attention.register_forward_pre_hook(lambda _, given, i=i, inputs=inputs: inputs.update({i: given[0]}))
@@ -77,14 +78,14 @@ def test_lambdas_of_tokens_gates_and_path_weights_are_means_with_their_spread() 
         attention = model.blocks[1].attention
         logits = attention.lambda_logits if variant == "diff_v2" else attention.gate_logits
         open_ = logits(inputs[1]).sigmoid()
-        found = of_layer(numbers, 1)
-        assert found[own] == pytest.approx(open_.mean().item(), rel=1e-5)
-        assert found[spread] == pytest.approx(open_.std(correction=0).item(), rel=1e-4) and found[spread] > 0
+        read = of_layer(numbers, 1)
+        assert read[mean] == pytest.approx(open_.mean().item(), rel=1e-5)
+        assert read[spread] == pytest.approx(open_.std(correction=0).item(), rel=1e-4) and read[spread] > 0
     model = randomized("introspective")
-    found = of_layer(Monitor(model, x).read(), 0)
+    read = of_layer(Monitor(model, x).read(), 0)
     weights = model.blocks[0].attention.weights(torch.zeros(()))
-    assert [found[f"path_{i}"] for i in range(3)] == pytest.approx(weights.tolist(), rel=1e-5)
-    assert found["alpha"] == pytest.approx(model.blocks[0].attention.alpha.item(), rel=1e-5)
+    assert [read[f"path_{i}"] for i in range(3)] == pytest.approx(weights.tolist(), rel=1e-5)
+    assert read["alpha"] == pytest.approx(model.blocks[0].attention.alpha.item(), rel=1e-5)
 
 
 def test_statistics_of_maps_are_those_of_the_whole_maps() -> None:
@@ -95,24 +96,24 @@ def test_statistics_of_maps_are_those_of_the_whole_maps() -> None:
     assert monitor.rows.tolist() == list(range(1, 32, 2))
     rows = maps.layers[1][:, :, monitor.rows].double()
     mass = rows.abs().sum(-1)
-    found = of_layer(monitor.read(), 1)
-    assert found["first"] == pytest.approx((rows[..., 0].abs() / mass).mean().item(), rel=1e-4)
-    assert found["sinks"] == ((rows[..., 0].abs() / mass).mean(-1) > 0.3).double().mean().item()
+    read = of_layer(monitor.read(), 1)
+    assert read["first"] == pytest.approx((rows[..., 0].abs() / mass).mean().item(), rel=1e-4)
+    assert read["sinks"] == ((rows[..., 0].abs() / mass).mean(-1) > 0.3).double().mean().item()
     negative = (-rows.clamp(max=0)).sum(-1).div(mass).mean().item()
-    assert found["negative"] == pytest.approx(negative, rel=1e-4) and negative > 0
+    assert read["negative"] == pytest.approx(negative, rel=1e-4) and negative > 0
     p = rows.abs() / mass[..., None]
-    assert found["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
+    assert read["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
 
 
 def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
-    """From the layer's own queries and keys, at the monitor's rows; the second map is not the first."""
+    """From the layer's queries and keys, at the monitor's rows; the second map is not the first."""
     model, x, seen = randomized("diff"), tokens(rows=3), {}
     attention = model.blocks[0].attention
     hook = lambda _, inputs: seen.update(x=inputs[0], rope=inputs[1])  # noqa: E731
     with torch.no_grad():
         handle = attention.register_forward_pre_hook(hook)
         monitor = Monitor(model, x)
-        found = of_layer(monitor.read(), 0)
+        read = of_layer(monitor.read(), 0)
         handle.remove()
         q, k, _ = attention.project(seen["x"], seen["x"])
         q, k = attention.turn(q, seen["rope"]), attention.turn(k, seen["rope"])  # (B, 2h, T, d)
@@ -120,11 +121,11 @@ def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
         maps = logits.masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf).softmax(-1)[:, :, monitor.rows]
     for c in (0, 1):
         p = maps[:, c::2]
-        assert found[f"first_{c + 1}"] == pytest.approx(p[..., 0].mean().item(), rel=1e-4)
-        assert found[f"entropy_{c + 1}"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
+        assert read[f"first_{c + 1}"] == pytest.approx(p[..., 0].mean().item(), rel=1e-4)
+        assert read[f"entropy_{c + 1}"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
     shared = torch.minimum(maps[:, 0::2], maps[:, 1::2]).sum(-1).mean().item()
-    assert found["overlap"] == pytest.approx(shared, rel=1e-4) and 0 < shared < 0.95
-    assert abs(found["entropy_1"] - found["entropy_2"]) > 1e-3
+    assert read["overlap"] == pytest.approx(shared, rel=1e-4) and 0 < shared < 0.95
+    assert abs(read["entropy_1"] - read["entropy_2"]) > 1e-3
 
 
 def test_layers_are_evenly_chosen_and_every_variant_of_a_stack_is_seen() -> None:
@@ -197,7 +198,3 @@ def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Pat
     assert not any("monitor_s" in line for line in runs["never"])
     losses = {name: [line["loss"] for line in lines if "loss" in line] for name, lines in runs.items()}
     assert losses["often"] == losses["never"]
-
-
-def test_a_run_may_go_without_a_monitor() -> None:
-    assert monitor_of(MonitorConfig(every=0), Decoder(config("baseline")), None, torch.device("cpu")) is None

@@ -1,4 +1,4 @@
-"""Needles asked during training: known readers, no effect on training, tokens to an accuracy."""
+"""Needle questions during training: known readers, no effect on training, tokens to an accuracy."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,8 +64,8 @@ def test_known_readers(tokenizer: Tokenizer) -> None:
     assert probe.read() == 0.75 and probe.model.training
     held_out = set(cities("eval"))
     for row in probe.rows:
-        said = tokenizer.decode(row.tolist()).split("The magic number of ")[1:]
-        assert len(said) == 2 and said[0].split(".")[0] == said[1].split(".")[0] and said[0].split()[0] in held_out
+        named = tokenizer.decode(row.tolist()).split("The magic number of ")[1:]
+        assert len(named) == 2 and named[0].split(".")[0] == named[1].split(".")[0] and named[0].split()[0] in held_out
     again = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
     assert torch.equal(again.rows, probe.rows)
 

@@ -15,37 +15,51 @@ from safetensors.torch import load_file
 
 from model.decoder import Decoder
 from tests.conftest import run_command, train_arguments
-from tests.training.estimates import Layout, messages, skeleton, states
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
-from training import checkpoint, parallel, saver
+from training import checkpoint, parallel, run, saver
 from training.checkpoint import CheckpointConfig, checkpoints, load_run
 from training.distributed import World
 from training.optim import OptimConfig, build_optimizers, state_tensors
-from training.parallel import KEEP_INPUTS, compile_steps
+from training.parallel import KEEP_INPUTS, Parallel, compile_steps, default_micro_batch
 from training.saver import Saver, save
 
 WATCHED = (
-    "model=introspective", "model.n_layer=2", "model.context=128", "micro_batch=1", "eval_every=6", "monitor.every=6",
-    "needle_every=6", "needle_samples=4",
+    "model=introspective", "model.n_layer=2", "model.context=128", "micro_batch=1", "eval_every=4", "monitor.every=4",
+    "needle_every=4", "needle_samples=4", "steps=4",
 )  # fmt: skip
 # Text and retrieval documents: a further forward pass gives their losses, between a step's backward pass and its update.
-MIXED = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768")
-# parallel, shard_processes, optimizer, micro batches
-MEASURED = (
-    ("ddp", None, "adamw", 1),
-    ("ddp", None, "muon", 1),
-    ("fsdp", None, "adamw", 2),
-    ("fsdp", None, "muon", 1),
-    ("hsdp", None, "adamw", 2),
-)
+MIXED = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "steps=4")
 SKIPPED = (("ddp", "muon"), ("fsdp", "adamw"), ("fsdp", "muon"))
-WRONG = {
-    "parallel=zero": "use one of ddp, fsdp, hsdp",
-    "parallel=hsdp shard_processes=3": "use a divisor of 4",
-    "parallel=fsdp shard_processes=2": "or use parallel=hsdp",
-}
+FOUR = World(0, 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard", "says"),
+    (("zero", None, "use one of ddp, fsdp, hsdp"), ("hsdp", 3, "use a divisor of 4"), ("fsdp", 2, "or use parallel=hsdp")),
+)
+def test_an_impossible_layout_is_refused(kind: str, shard: int | None, says: str) -> None:
+    with pytest.raises(ValueError, match=f"{says}$"):
+        Parallel(Decoder(SMALL), FOUR, kind, shard)
+
+
+@pytest.mark.parametrize(("sequences", "most", "want"), [(64, 64, 64), (64, 63, 32), (12, 5, 4), (7, 6, 1), (8, 0.5, 1)])
+def test_a_gpu_takes_part_of_a_step_at_once(sequences: int, most: float, want: int) -> None:
+    context = int(parallel.TOKENS_PER_PASS / most)
+    assert default_micro_batch(sequences, context, World(0, 1, torch.device("cuda"))) == want
+    assert default_micro_batch(sequences, context, FOUR) == sequences
+
+
+def test_processes_that_were_started_differently_do_not_train(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
+    def gather(everybody: list, settings: dict) -> None:
+        everybody[:] = [settings, settings | {"optim.lr": 0.5}]
+
+    monkeypatch.setattr(run.dist, "all_gather_object", gather)
+    cfg = run.TrainConfig()
+    cfg.data.dir = str(shards)
+    with pytest.raises(ValueError, match=r"^optim.lr is 0.5 on rank 1, but 0.001 on rank 0: start all processes with the same"):
+        run.refuse_unequal_processes(cfg, World(0, 2, torch.device("cpu")))
 
 
 def test_a_compiled_step_on_a_cpu_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +77,11 @@ def test_a_compiled_step_on_a_cpu_keeps_less(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("how", ("a sweep", "a bench"))
 def test_every_model_of_a_process_is_compiled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own limit is 8: a sweep builds a model and calls it, then the next; a bench builds all, then calls each."""
+    """torch stops at 8: a sweep builds a model and calls it, then the next; a bench builds all, then calls each."""
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
-        graphs.append(run)
+        graphs.append(number)
         return graph.forward
 
     plain, tokens = torch.compile, torch.zeros(2, 1, 4, dtype=torch.long)
@@ -77,7 +91,7 @@ def test_every_model_of_a_process_is_compiled(how: str, monkeypatch: pytest.Monk
         if how == "a sweep":
             monkeypatch.setattr(parallel, "GRAPHS", 8)
         nets = map(compile_steps, models)
-        for run, net in enumerate(list(nets) if how == "a bench" else nets):  # noqa: B007  # the backend reads it
+        for number, net in enumerate(list(nets) if how == "a bench" else nets):  # noqa: B007  # the backend reads it
             net(*tokens)
     assert graphs == list(range(10))
 
@@ -88,34 +102,27 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     folder = tmp_path_factory.mktemp("parallel")
 
     def run(name: str, *overrides: str) -> list[str]:
-        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=12", *overrides)[1:]]
+        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=8", *overrides)[1:]]
 
     def chain(*overrides: str) -> list[str]:
-        return run("chain", "checkpoint.every=3", "resume=true", *overrides)
+        return run("chain", "checkpoint.every=2", "resume=true", *overrides)
 
-    muon = ("model=baseline", "optim=muon")
     hybrid = ("parallel=hsdp", "shard_processes=2", "micro_batch=1", "checkpoint.background=true")
     plan = [
-        [1, {"one": ["train", run("one")], "chain 1": ["train_until", [3, *chain()]]}],
+        [1, {"one": ["train", run("one")], "chain 1": ["train_until", [2, *chain()]]}],
         [2, {
             **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
-            **{f"muon {kind}": ["train", run(f"muon_{kind}", *muon, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
-            **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
             **{f"skip {kind} {optim}": ["skip", [kind, None, optim]] for kind, optim in SKIPPED},
-            "same fsdp": ["same_update", ["fsdp", None]],
-            "apart": ["train_apart", run("apart")],
-            **{f"{kind} mixed": ["train", run(f"{kind}_mixed", *MIXED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
-            "chain 2": ["train_until", [6, *chain("parallel=fsdp")]],
+            "ddp mixed": ["train", run("ddp_mixed", *MIXED)],
+            "chain 2": ["train_until", [4, *chain("parallel=fsdp")]],
         }],
         [4, {
-            "fsdp of 4": ["train", run("fsdp4", "parallel=fsdp")],
             "hsdp mixed": ["train", run("hsdp_mixed", *MIXED, "parallel=hsdp", "shard_processes=2")],
-            "chain 4": ["train_until", [9, *chain(*hybrid, "activation_checkpointing=true")]],
-            "same fsdp of 4": ["same_update", ["fsdp", None]],
+            "chain 4": ["train_until", [6, *chain(*hybrid, "activation_checkpointing=true")]],
+            "same fsdp": ["same_update", ["fsdp", None]],
             "same hsdp": ["same_update", ["hsdp", 2]],
             "write": ["write", ["fsdp", None, "muon", str(folder)]],
             "full": ["full", [str(folder / "full")]],
-            **{wrong: ["train", run("wrong", *wrong.split())] for wrong in WRONG},
         }],
         [2, {
             f"reread {kind}": ["reread", [kind, None, "muon", str(newest(folder / "waiting", 2)), str(folder / kind / "copy")]]
@@ -130,7 +137,7 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     assert "Warning" not in done.stderr, done.stderr
     results = json.loads(files[1].read_text())
     return folder, {
-        name: value for (_, jobs), own in zip(plan, results, strict=True) for name, value in zip(jobs, own, strict=True)
+        name: value for (_, jobs), given in zip(plan, results, strict=True) for name, value in zip(jobs, given, strict=True)
     }
 
 
@@ -139,51 +146,32 @@ def newest(run: Path, step: int) -> Path:
 
 
 def apart(folder: Path, a: str, b: str) -> float:
-    """The largest difference of the losses of two runs of 12 steps."""
+    """The largest difference of the losses of two runs."""
     one, other = losses(folder / a), losses(folder / b)
-    assert set(one) == set(other) == set(range(1, 13))
+    assert set(one) == set(other) and len(one) > 3
     return max(abs(one[step] - other[step]) for step in one)
 
 
 def test_a_split_model_trains_as_a_whole_one(group: tuple) -> None:
     folder, _ = group
-    assert apart(folder, "ddp", "fsdp") < 1e-5 and apart(folder, "one", "fsdp4") < 1e-5
-    assert apart(folder, "muon_ddp", "muon_fsdp") < 1e-3
-    assert apart(folder, "ddp_mixed", "fsdp_mixed") < 1e-5 and apart(folder, "ddp_mixed", "hsdp_mixed") < 1e-5
-    assert losses(folder / "muon_ddp")[12] < losses(folder / "muon_ddp")[1] - 0.3  # Muon moved something
+    assert apart(folder, "ddp", "fsdp") < 1e-5 and apart(folder, "ddp_mixed", "hsdp_mixed") < 1e-5
 
 
 def test_what_is_watched_while_a_split_model_trains_is_the_same(group: tuple) -> None:
     folder, _ = group
-    ours, theirs = metrics(folder / "fsdp")[1:], metrics(folder / "ddp")[1:]
-    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    split, whole = metrics(folder / "fsdp")[1:], metrics(folder / "ddp")[1:]
+    assert [line.keys() for line in split] == [line.keys() for line in whole]
     kept = ("val_loss", "needle_acc", "grad_norm")
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in mine:
+    for line, other in zip(split, whole, strict=True):
+        for key in line:
             if key in kept or key.startswith("monitor/"):
-                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
-    assert any("needle_acc" in line for line in ours) and any("monitor/mean/alpha" in line for line in ours)
-
-
-def test_processes_that_were_started_differently_do_not_train(group: tuple) -> None:
-    folder, results = group
-    says = (
-        "ValueError: optim.lr is 0.5 on rank 1, but 0.001 on rank 0: start all processes with the same command, code and data"
-    )
-    assert results["apart"] == says and not (folder / "apart").exists()
-
-
-@pytest.mark.parametrize("overrides", WRONG)
-def test_an_impossible_layout_is_refused(group: tuple, overrides: str) -> None:
-    folder, results = group
-    assert results[overrides].startswith("ValueError: ") and results[overrides].endswith(WRONG[overrides])
-    assert not (folder / "wrong").exists()
+                assert line[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+    assert any("needle_acc" in line for line in split) and any("monitor/mean/alpha" in line for line in split)
 
 
 def test_processes_take_over_from_fewer_and_more(group: tuple) -> None:
     folder, _ = group
     assert apart(folder, "one", "chain") < 1e-4
-    assert losses(folder / "chain")[12] == pytest.approx(losses(folder / "one")[12], abs=1e-5)
 
 
 def read_by_one(folder: Path) -> dict[str, torch.Tensor]:
@@ -213,7 +201,7 @@ def test_a_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
 
 def test_a_checkpoint_of_four_is_evaluated_and_checked(group: tuple) -> None:
     folder = group[0]
-    assert load_run(folder / "chain", step=9).step == 9 and checkpoint.read_state(newest(folder / "chain", 9))["guard"]
+    assert load_run(folder / "chain", step=6).step == 6 and checkpoint.read_state(newest(folder / "chain", 6))["guard"]
     damaged = newest(folder / "background", 2)
     file = damaged / "model-part3.safetensors"
     content = file.read_bytes()
@@ -224,11 +212,11 @@ def test_a_checkpoint_of_four_is_evaluated_and_checked(group: tuple) -> None:
 
 def test_a_process_without_room_is_named_by_all_and_nothing_is_left(group: tuple) -> None:
     folder, results = group
-    assert re.search("could not be written .process 1: .*No space left on device.: free space, then", results["full"])
+    assert re.search("could not be written .process 1: .*No space left on device.: correct that, then", results["full"])
     assert not list((folder / "full" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("layout", ("fsdp", "fsdp of 4", "hsdp"))
+@pytest.mark.parametrize("layout", ("fsdp", "hsdp"))
 def test_muon_gives_split_matrices_the_bits_of_whole_ones(group: tuple, layout: str) -> None:
     assert group[1][f"same {layout}"] is True
 
@@ -236,14 +224,6 @@ def test_muon_gives_split_matrices_the_bits_of_whole_ones(group: tuple, layout: 
 @pytest.mark.parametrize(("kind", "optim"), SKIPPED)
 def test_an_update_that_the_device_skips_leaves_no_trace(group: tuple, kind: str, optim: str) -> None:
     assert group[1][f"skip {kind} {optim}"] == [True, False]
-
-
-@pytest.mark.parametrize("case", range(len(MEASURED)))
-def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) -> None:
-    (kind, shard, optim, micros), found = MEASURED[case], group[1][f"measure {case}"]
-    model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
-    assert found["held"] == states(model, layout, optim)
-    assert found["sent"] == messages(model, layout, micros, optim)
 
 
 def test_a_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:
@@ -279,16 +259,15 @@ def test_checkpoints_in_the_background(tmp_path: Path, monkeypatch: pytest.Monke
     other = Decoder(SMALL)
     assert checkpoint.load(newest(tmp_path, 2), other) == 2
     assert all(torch.equal(p, before[name] + 1) for name, p in other.named_parameters())
-    for code, fix in ((errno.ENOSPC, "free space"), (errno.EFBIG, "free space"), (errno.EIO, "correct that")):
 
-        def fail(*_: Any, code: int = code) -> None:
-            raise OSError(code, os.strerror(code))
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(saver, "save_file", fail)
-        writer.save(3)
-        with pytest.raises(ValueError, match=f"could not be written .*{os.strerror(code)}.*kept: {fix}, then use"):
-            writer.finish()
-        assert list((tmp_path / "checkpoints").iterdir()) == [newest(tmp_path, 2)]  # nothing half written is left
+    monkeypatch.setattr(saver, "save_file", fail)
+    writer.save(3)
+    with pytest.raises(ValueError, match="could not be written .*No space left on device.*kept: correct that, then use"):
+        writer.finish()
+    assert list((tmp_path / "checkpoints").iterdir()) == [newest(tmp_path, 2)]  # nothing half written is left
 
 
 def forward_and_backward(model: Decoder, recompute: bool) -> tuple[list[torch.Tensor], int]:

@@ -1,4 +1,4 @@
-"""Optimizer groups, schedules, checkpoints, metrics: each on its own."""
+"""Optimizer groups, schedules, checkpoints, metrics."""
 
 import json
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
     assert all(n.startswith("blocks.") for n in muon) and bool(muon) == (name == "muon")
 
 
-def test_set_lr_scales_every_group_from_its_own_peak() -> None:
+def test_set_lr_scales_every_group_from_its_peak() -> None:
     cfg = OptimConfig(name="muon", lr=0.1, muon_lr=0.4, schedule="linear", warmup=1, min_lr=0.0)
     optimizers = build_optimizers(Decoder(config("diff")), cfg)
     assert set_lr(optimizers, 0, 11, cfg) == 0.05  # warm-up
@@ -87,7 +87,7 @@ def test_a_warm_up_that_reaches_into_the_decay_of_wsd_is_refused() -> None:
             check_warmup(20, wrong)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ("baseline", "diff", "introspective"))
 def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, tmp_path: Path) -> None:
     cfg = OptimConfig(name="muon")  # and AdamW for the rest
     model = Decoder(config(variant))
@@ -114,7 +114,7 @@ def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     longer = config("baseline", context=64, window=8, rope_theta=5e4, attention_dropout=0.1, backend="math")
     longer = replace(longer, projection_dropout=0.1, rope_scaling=RopeScaling("linear", 2.0))
     assert checkpoint.load(folder, Decoder(longer)) == 1  # what the weights do not depend on may change
-    with pytest.raises(ValueError, match="other parameters: use init_from"):
+    with pytest.raises(ValueError, match="of other parameters: use init_from"):
         checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))
     with pytest.raises(FileNotFoundError, match="not a run"):
         checkpoint.load_run(tmp_path)
@@ -125,6 +125,8 @@ def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         log.write(step=step, loss=float(step), mfu=None)
     log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"loss": 1.0}\n')  # without a step
     log = Metrics(tmp_path, "off", {}, 2)
     log.write(step=3, loss=30.0)
     log.close()
@@ -163,12 +165,12 @@ def test_losses_by_kind_are_those_of_the_rows_of_each_source(at_once: int, monke
     kinds = torch.tensor([source.source_of(i) for i in range(10, 16)])
     assert 0 < kinds.sum() < 6
     hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
-    found = losses_by_kind(model, inputs, targets, source, range(10, 16), alone)
+    given = losses_by_kind(model, inputs, targets, source, range(10, 16), alone)
     hook.remove()
     assert max(sizes) == min(at_once, 6 * 8 * 11) and sum(sizes) == 6 * 8 * 11
     for kind, name in enumerate(("loss_text", "loss_retrieval")):
-        own = model(inputs[kinds == kind], targets[kinds == kind]).item()
-        assert found[name] == pytest.approx(own, rel=1e-5)  # another order of summation
+        alone_loss = model(inputs[kinds == kind], targets[kinds == kind]).item()
+        assert given[name] == pytest.approx(alone_loss, rel=1e-5)  # another order of summation
     only = losses_by_kind(model, inputs[:1], targets[:1], source, range(10, 11), alone)
     assert [value is None for value in only.values()] == [kinds[0] == 1, kinds[0] == 0]
 
@@ -184,5 +186,5 @@ def test_the_validation_loss_is_without_dropout() -> None:
             return (np.arange(9) + index) % 11
 
     model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
-    found = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
-    assert found[0] == found[1] and model.training
+    values = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
+    assert values[0] == values[1] and model.training

@@ -1,4 +1,4 @@
-"""train.py against the plain loop that it stands for, written here from torch's own parts."""
+"""train.py against the plain loop that it stands for, written here from torch's parts."""
 
 import math
 from pathlib import Path

@@ -70,11 +70,6 @@ def test_a_request_to_save_that_comes_while_processes_agree_is_kept(clock: Simpl
         assert agreed == [(0, False), (0, True), (0, False)]
 
 
-def test_steps_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *given: None)
-    assert World(0, 2, CPU).largest(16_777_217) == 16_777_217
-
-
 @pytest.mark.parametrize("sweep", (True, False))
 def test_a_signal_before_a_run_diverges_ends_the_sweep(
     sweep: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture

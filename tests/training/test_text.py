@@ -51,12 +51,6 @@ def test_an_option_that_training_would_ignore_is_refused(override: str, changes:
         refuse_ignored_options(tiny(shards, **changes), [override])
 
 
-def test_a_typed_option_that_training_would_ignore_is_one_line(shards: Path, tmp_path: Path, typed: Typed) -> None:
-    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", "data.column=body"))
-    assert_one_line_error(done, "data.column=text, not body, and training does not prepare it again: set data.column=text")
-    assert not (tmp_path / "run").exists()
-
-
 def test_only_what_was_typed_and_differs_is_refused(shards: Path, tmp_path: Path) -> None:
     cfg = partial(tiny, shards)
     assert cfg().val_fraction != 0.1
@@ -73,10 +67,10 @@ def test_only_what_was_typed_and_differs_is_refused(shards: Path, tmp_path: Path
 
 def test_a_digest_tells_texts_apart_and_not_folders(shards: Path, other: Path, tmp_path: Path) -> None:
     shutil.copytree(shards, tmp_path / "moved")
-    here, moved, theirs = (
+    here, moved, different = (
         text_digest(DataConfig("tiny", "text", dir=str(folder))) for folder in (shards, tmp_path / "moved", other)
     )
-    assert here == moved != theirs
+    assert here == moved != different
     assert text_digest(DataConfig("mqar", "mqar", mqar=MqarConfig())) is None
 
 

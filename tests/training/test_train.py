@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def watched(run_dir: Path) -> list[dict]:
-    """What the monitor saw, its own time aside."""
+    """What the monitor saw, without the time that it took."""
     return [line | {"monitor_s": 0} for line in metrics(run_dir) if "monitor_s" in line]
 
 
@@ -42,12 +41,12 @@ def trained(shards: Path, run_dir: Path, *overrides: str) -> Path:
 
 
 MIXED = ("data.retrieval.weight=30", "model.context=192", "batch_tokens=768")
-WHOLE = ("model=diff", "steps=20", "model.dropout=0.1", *MIXED, "eval_every=10", "monitor.every=5")
+WHOLE = ("model=diff", "steps=12", "model.dropout=0.1", *MIXED, "eval_every=6", "monitor.every=4")
 
 
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 uninterrupted steps of diff with dropout and retrieval, float32."""
+    """12 uninterrupted steps of diff with dropout and retrieval, float32."""
     return trained(shards, tmp_path_factory.mktemp("whole") / "run", *WHOLE)
 
 
@@ -56,11 +55,11 @@ def test_a_run_leaves_what_was_promised(whole: Path, shards: Path, tmp_path: Pat
     assert {"params", "params_non_embedding", "flops_per_token", "machine", "version"} <= lines[0].keys()
     last = [line for line in lines if "loss" in line][-1]
     assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mem_gb", "time_s"} <= last.keys()
-    assert last["step"] == 20 and last["tokens"] == 20 * 768
-    assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
-    assert losses(whole)[20] < losses(whole)[1] - 0.2
+    assert last["step"] == 12 and last["tokens"] == 12 * 768
+    assert [line["step"] for line in lines if "val_loss" in line] == [6, 12]
+    assert losses(whole)[12] < losses(whole)[1] - 0.1
     run = load_run(whole)
-    assert run.step == 20 and run.tokenizer.name == "bytes" and run.config["model"]["layers"] == "d"
+    assert run.step == 12 and run.tokenizer.name == "bytes" and run.config["model"]["layers"] == "d"
     assert not list(whole.rglob("*.pt")) and not list(whole.rglob("*.pkl"))
     other = trained(shards, tmp_path / "other", *WHOLE, "steps=1", "seed=2")
     assert losses(other)[1] != losses(whole)[1]
@@ -69,13 +68,13 @@ def test_a_run_leaves_what_was_promised(whole: Path, shards: Path, tmp_path: Pat
 
 
 def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path, shards: Path, tmp_path: Path) -> None:
-    """In processes of their own, which also give the losses of the run in this process."""
+    """In other processes, which also give the losses of the run in this process."""
     run_dir = tmp_path / "run"
-    arguments = train_arguments(shards, run_dir, *WHOLE, "checkpoint.every=5")
+    arguments = train_arguments(shards, run_dir, *WHOLE, "checkpoint.every=3")
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
     )
-    wait_for = random.randrange(2, 9)  # of 20, so that the signal comes in time
+    wait_for = random.randrange(2, 6)  # of 12, so that the signal comes in time
     for line in process.stdout:
         if line.startswith("step") and int(line.split("/")[0].split()[1]) >= wait_for:
             process.send_signal(signal.SIGTERM)
@@ -83,7 +82,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     rest = process.stdout.read()
     assert process.wait() == 143 and "stopped by SIGTERM" in rest, rest
     stopped_at = int(checkpoints(run_dir)[-1].name.split("_")[1])
-    assert wait_for <= stopped_at < 20
+    assert wait_for <= stopped_at < 12
     with (run_dir / "metrics.jsonl").open("a") as file:  # a kill -9 later on would leave such lines
         file.write(json.dumps({"step": stopped_at + 1, "loss": 0.0}) + '\n{"step": ')
     resumed = run_command(*arguments, "resume=true")
@@ -95,7 +94,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     assert [line["val_loss"] for line in metrics(run_dir) if "val_loss" in line] == [
         line["val_loss"] for line in metrics(whole) if "val_loss" in line
     ]
-    assert [line["step"] for line in watched(run_dir)] == [0, 5, 10, 15, 20] and watched(run_dir) == watched(whole)
+    assert [line["step"] for line in watched(run_dir)] == [0, 4, 8, 12] and watched(run_dir) == watched(whole)
     tensors = [load_file(checkpoints(run)[-1] / "model.safetensors") for run in (whole, run_dir)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
     assert len(checkpoints(run_dir)) == 2  # checkpoint.keep
@@ -103,27 +102,18 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
 
 def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp_path: Path) -> None:
     """And they join again for every run of a sweep."""
-    common = ("model=diff", "steps=20", "eval_tokens=192")  # three windows: the processes have two and one
+    common = ("model=diff", "model.n_layer=1", "steps=5", "eval_tokens=192", "monitor.every=0")  # three windows: two and one
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command, *overrides = train_arguments(shards, tmp_path / "two-${seed}", *common, "micro_batch=2", "seed=2,1")
     done = run_command(*torchrun, command, "-m", *overrides)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": done after step 20") == 2  # one process speaks
+    assert done.stdout.count(": done after step 5") == 2  # one process speaks
     one, two = trained(shards, tmp_path / "one", *common), tmp_path / "two-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two-1", "two-2"]
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     for key, tolerance in (("grad_norm", 1e-3), ("val_loss", 1e-5)):
         values = [[line[key] for line in metrics(run) if key in line] for run in (two, one)]
         assert values[0] == pytest.approx(values[1], rel=tolerance), key
-
-
-def test_a_sweep_makes_one_run_directory_per_arm(shards: Path, tmp_path: Path, typed: Typed) -> None:
-    arguments = [a for a in train_arguments(shards, tmp_path, "steps=1") if not a.startswith("run_dir")]
-    sweep = ["model=baseline,introspective", "seed=1,2", f"run_dir={tmp_path}/${{model.layers}}-${{seed}}"]
-    done = typed(arguments[0], "-m", *arguments[1:], *sweep)
-    assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b-1", "b-2", "i-1", "i-2"]
-    assert all(losses(p) for p in tmp_path.iterdir())
 
 
 def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(shards: Path, tmp_path: Path) -> None:
@@ -144,11 +134,11 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
         ((), "resume=true"),
         (("resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
         (("resume=true", "seed=5"), "seed=1 (now 5)"),
-        (("resume=true", "steps=30"), "take over the weights in a new run with init_from= (resume=true takes more steps"),
+        (("resume=true", "steps=30"), "(now 30), with which its learning rates so far would be others"),
     ):
         assert_one_line_error(typed(*train_arguments(shards, whole, *WHOLE, *overrides)), says)
     done = typed(*train_arguments(shards, whole, *WHOLE, "resume=true"))
-    assert done.returncode == 0 and "already done, 20 steps" in done.stdout
+    assert done.returncode == 0 and "already done, 12 steps" in done.stdout
     other = typed(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
     assert_one_line_error(other, "another architecture: layers (d there, b here)")
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
@@ -179,21 +169,3 @@ def test_a_run_whose_folder_is_deleted_does_not_end_as_if_it_were_there(
     done = typed(*train_arguments(shards, tmp_path / "run", "steps=2"))
     assert_one_line_error(done, "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp")
-def test_libgomp_reads_how_long_waiting_threads_spin() -> None:
-    """The variable must be set before torch loads libgomp, which then shows what it read."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, "-c", "import train"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)) == {"2000"}
-
-
-def test_training_in_bfloat16_on_a_processor_without_it_is_named(
-    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.run.slow_bfloat16", lambda device: True)
-    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", "dtype=bfloat16"))
-    assert "use dtype=auto" in done.stdout and metrics(tmp_path / "run")[0]["dtype"] == "bfloat16"
