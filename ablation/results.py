@@ -107,13 +107,12 @@ def write_page(folder: Path, cfg: AblateConfig, results: dict[str, Any], seeds: 
 
 
 def draw_ablation(folder: Path, pooled: Pooled, fits: dict[str, Any] | None) -> list[Path]:
-    """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
+    """Draw the losses, the differences of the compared metrics and, with fits over sizes, the first metric over them."""
     found, paths = pooled.comparison, [folder / "loss.png", folder / "difference.png"]
     draw_losses(paths[0], found.arms)
     draw_differences(paths[1], found.arms, {name: pooled.drawn(name) for name in found.compared})
-    if any(arm.point for arm in found.arms):
-        for metric in filter(found.measured, found.metrics):
-            paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-            summaries = [(arm, found.summary(metric, arm)) for arm in found.arms]
-            draw_grid(paths[-1], summaries, metric, fits if metric == found.compared[0] else None)
+    if fits:
+        metric = found.compared[0]
+        paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+        draw_grid(paths[-1], [(arm, found.summary(metric, arm)) for arm in found.arms], metric, fits)
     return paths

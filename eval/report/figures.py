@@ -202,28 +202,24 @@ def _readable_limits(differences: list[Difference]) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def draw_grid(path: Path, summaries: list[tuple[Arm, Any]], metric: str, fits: dict[str, Any] | None) -> None:
-    """The metric over the points of the grid, or over parameters with a fit; means and standard deviations over seeds."""
-    points = list(dict.fromkeys(arm.point for arm, _ in summaries))
+def draw_grid(path: Path, summaries: list[tuple[Arm, Any]], metric: str, fits: dict[str, Any]) -> None:
+    """The metric over parameters with each arm's fit; means and standard deviations over seeds."""
+    sizes = {arm.name: arm.facts["params_non_embedding"] for arm, _ in summaries}
     with figure(path, 6.6, 4.4) as axes:
         ax = axes[0, 0]
         for name in dict.fromkeys(arm.arm for arm, one in summaries if one.n):
             of_arm = [(arm, one) for arm, one in summaries if arm.arm == name and one.n]
-            x = [arm.facts["params_non_embedding"] if fits else points.index(arm.point) for arm, _ in of_arm]
-            y, error, shade = [one.mean for _, one in of_arm], [one.sd or 0 for _, one in of_arm], of_arm[0][0].colour
-            ax.errorbar(x, y, error, fmt="o" if fits else "o-", color=shade, label=name, capsize=3)
-            if fits and fits[name]["a"]:
+            x, shade, fit = [sizes[arm.name] for arm, _ in of_arm], of_arm[0][0].colour, fits[name]
+            mean, sd = [one.mean for _, one in of_arm], [one.sd or 0 for _, one in of_arm]
+            ax.errorbar(x, mean, sd, fmt="o", color=shade, label=name, capsize=3)
+            if fit["a"]:
                 line = np.geomspace(min(x), max(x), 50)
-                laws = [fits[name]["a"][seed] * line ** -fits[name]["b"][seed] for seed in fits[name]["a"]]
+                laws = [fit["a"][seed] * line ** -fit["b"][seed] for seed in fit["a"]]
                 ax.plot(line, np.mean(laws, axis=0), color=shade, linewidth=1.2)
-        if fits:
-            sizes = {arm.point: arm.facts["params_non_embedding"] for arm, _ in summaries}
-            ax.set(xscale="log", xlabel="parameters without embeddings")
-            ax.set_xticks(list(sizes.values()), [si(size) for size in sizes.values()])
-            ax.minorticks_off()
-        else:
-            ax.set_xticks(range(len(points)), points)
-        ax.set(ylabel=f"{metric} (± standard deviation over seeds)")
+        shown = {arm.point: sizes[arm.name] for arm, _ in summaries}.values()
+        ax.set(xscale="log", xlabel="parameters without embeddings", ylabel=f"{metric} (± standard deviation over seeds)")
+        ax.set_xticks(list(shown), list(map(si, shown)))
+        ax.minorticks_off()
         ax.legend()
 
 

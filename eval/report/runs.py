@@ -124,9 +124,10 @@ class Run:
 
     def _of_training(self, name: str) -> float | None:
         last = self.train[-1] if self.train else {}
-        whole = {"spikes": self.spikes, "tokens": last.get("tokens", 0), "seconds": last.get("time_s")}
-        if name in whole:
-            return whole[name]
+        if name == "spikes":
+            return self.spikes
+        if name in ("tokens", "seconds"):
+            return last.get("tokens", 0) if name == "tokens" else last.get("time_s")
         if name.startswith("tokens_to_"):
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
@@ -187,7 +188,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Read the runs, refuse those that cannot be compared, and give each a label of its own."""
+    """Read the runs, refuse those that cannot be compared, and give each a label."""
     if not folders:
         raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
@@ -218,10 +219,10 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def text_named(run: Run, name: str) -> str | None:
-    """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
+    """The text that the run's evaluation `name` was given; None for the run's validation documents."""
     settings, results = run.evals[name].get("config", {}), run.evals[name]["results"]
     given = given_input(settings)
-    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's own shards, too
+    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's shards, too
 
 
 def text_of(run: Run, name: str) -> str:
@@ -327,7 +328,7 @@ def _without_seed(run: Run) -> str:
     # A run of an older version lacks keys that are null in newer runs.
     config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
     config.pop("data.shard_tokens", None)
-    config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with its own run
+    config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with another run
     return json.dumps(config, sort_keys=True, default=str)
 
 
@@ -340,7 +341,7 @@ def _common_label(runs: list[Run]) -> str:
 
 
 def give_colours(arms: list[Arm]) -> None:
-    """Set each arm's colour (its variant's own colour, or a free colour for other arms) and each point's line style."""
+    """Set each arm's colour (its variant's, or a free one for other arms) and each point's line style."""
     palette: dict[str, str] = {}
     variants = {arm.arm: arm.variant for arm in reversed(arms)}  # of an arm's first point
     for name in dict.fromkeys(arm.arm for arm in arms):

@@ -96,7 +96,7 @@ class Difference:
 def paired(differences: Sequence[float], **place: Any) -> Difference:
     """Student's paired t test and interval (1908) of differences, one per seed. place: further fields of the Difference.
 
-    p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference found in 80 % of such experiments.
+    p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference seen in 80 % of such experiments.
     """
     n = len(differences)
     if n == 0 or not all(map(math.isfinite, differences)):

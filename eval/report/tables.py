@@ -28,7 +28,7 @@ LOSSES = {  # row of the headline table -> metric path
 READINGS = {  # of attention_noise -> how its masses are normalised
     "signed": "masses summed over layers, then divided by the summed row sums",
     "absolute": "",
-    "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
+    "signed_per_layer": "each layer divided by its row sum, then averaged over layers",
 }
 # The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
@@ -51,7 +51,7 @@ class Cell:
     se: float | None = None
     text: str = ""
     sd: float | None = None
-    values: Sequence[Any] = ()
+    values: list[Any] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -76,7 +76,8 @@ def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = TH
 
 def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
     """The cell of one arm. seeds: some arm has several seeds, so ± is over seeds in the whole table."""
-    values, errors = zip(*(reading if isinstance(reading, tuple) else (reading, None) for reading in readings), strict=True)
+    pairs = [reading if isinstance(reading, tuple) else (reading, None) for reading in readings]
+    values, errors = map(list, zip(*pairs, strict=True))
     measured = [value for value in values if value is not None]
     show = shown if callable(shown) else shown.format
     if not measured:

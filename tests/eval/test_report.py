@@ -64,6 +64,11 @@ def test_the_page_is_whole_and_self_contained_and_goes_to_wandb(evaluated, call,
     assert stub.summary["one/validation loss, end of training"] == 5.3
 
 
+def needle_results(accuracy: float) -> dict:
+    pair = {"needles": 1, "asked": 1, "samples": 2, "accuracy": accuracy, "se": 0.1}
+    return {"accuracy": 0.5, "pairs": [pair | {"rank_accuracy": None}], "cells": [pair | {"length": 160, "depth": 0.5}]}
+
+
 def test_the_sentence_about_the_runs_names_processors_and_dtypes(make_run):
     runs = [read_run(make_run("one")), read_run(make_run("two"))]
     runs[0].facts |= {"machine": {"cpu": "A", "gpu": "none", "torch": "2.13.0"}, "dtype": "float32"}
@@ -138,9 +143,7 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
 def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_named(seeded, call, tmp_path):
     arms = [seeded("b", {1: 2.0, 2: 2.1}), seeded("d", {1: 1.9, 2: 2.0}), seeded("i", {1: 1.9, 2: 2.0})]
     for folder in (*arms[0], *arms[1]):
-        pairs = [{"needles": 1, "asked": 1, "accuracy": float(folder in arms[1]), "se": 0.1, "rank_accuracy": None}]
-        cell = {"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}
-        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": [cell]})
+        further(folder, "needle", needle_results(float(folder in arms[1])))
     call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
     _, _, shown = (tmp_path / "r.html").read_text().split("<summary>Differences as numbers")  # of losses, of retrieval
     assert '<td class="missing">not measured</td>' in shown
@@ -213,7 +216,7 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     for i, folder in enumerate(folders):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
         further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
-        further(folder, "quantization_of", {"loss": 1.0})  # its figure stands in its own section
+        further(folder, "quantization_of", {"loss": 1.0})  # its figure stands in another section
     filtered = {"exact_match,strict-match": 0.4, "exact_match_stderr,strict-match": 0.05}
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
@@ -251,10 +254,8 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
 
 def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
-    cells = [{"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}]
     for i, folder in enumerate(folders):
-        pairs = [{"needles": 1, "asked": 1, "accuracy": 0.5 + i / 10, "se": 0.1, "rank_accuracy": None}]
-        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": cells})
+        further(folder, "needle", needle_results(0.5 + i / 10))
         further(folder, "quantization", {"bits": [{"bits": 8, "loss_change": 0.1 * i}]})
     for folder in folders[2:]:  # the whole arm
         further(folder, "icl", {"accuracy": 0.5})
@@ -342,7 +343,7 @@ def test_without_checkpoints_and_evaluations_there_are_curves_and_no_viewer(make
 def test_nothing_sticks_out_of_the_window(dom, seeded, call, tmp_path, width):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
     call(report, listed(folders), f"out={tmp_path / 'report.html'}")
-    # In a frame, because Chromium's own window is never narrower than 500 px.
+    # In a frame, because Chromium's window is never narrower than 500 px.
     measure = "<script>parent.postMessage(`${innerWidth} ${document.documentElement.scrollWidth}`, '*')</script>"
     listen = "<title></title><script>onmessage = e => document.title = e.data</script>"
     for page in (tmp_path / "report.html", tmp_path / "report_viewer.html"):
