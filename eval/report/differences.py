@@ -110,7 +110,7 @@ class Model:
         p_alone: of the paired t test. p_welch: of Welch's test (1947), where the arms differ in their spread.
         """
         place = {"arm": arm, "reference": other, "part": part, **self.place}
-        alone = paired_arms(self.values, **place) or Difference(0, math.nan)
+        alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
         one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
         if self.enough:
             row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs import files
 from eval.report import __main__ as report
 from eval.report import figures
 from eval.report.gallery import drawn_by
@@ -109,17 +108,19 @@ def test_runs_are_read_from_a_folder_and_by_a_glob(tmp_path):
     assert report.run_folders([f"{tmp_path}/y/one", f"{tmp_path}/none*"]) == [f"{tmp_path}/y/one", f"{tmp_path}/none*"]
 
 
-@pytest.mark.parametrize("name", ("figures/loss.png", "r.json", "r.html"))
-@pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
-def test_a_failing_disk_is_one_line_that_names_the_file_and_the_fix(make_run, refused, monkeypatch, tmp_path, name, code):
-    real, fix = files.os.fsync, {errno.ENOSPC: "free some space", errno.EIO: "copy the file to another one"}[code]
+@pytest.mark.parametrize(
+    ("name", "code", "fix"),
+    (("figures/loss.png", errno.ENOSPC, "free some space"), ("r.html", errno.EIO, "copy the file to another one")),
+)
+def test_a_failing_disk_is_one_line_that_names_the_file_and_the_fix(make_run, refused, monkeypatch, tmp_path, name, code, fix):
+    real = os.fsync
 
     def fails(file):
         if Path(f"/proc/self/fd/{file}").readlink().name.startswith(f".{Path(name).name}."):
             raise OSError(code, os.strerror(code))
         real(file)
 
-    monkeypatch.setattr(files.os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", fails)
     reason = refused(report, f"runs=[{make_run('one')}]", f"out={tmp_path / 'r.html'}", "viewer=false")
     assert str(tmp_path / name) in reason and fix in reason
 

@@ -166,7 +166,7 @@ def test_the_error_of_a_mean_needs_two_values(make_run, call, capsys, tmp_path) 
     call(report, f"runs=[{run}]", f"out={tmp_path}/report.html", "viewer=false")
     page = (tmp_path / "report.html").read_text()
     assert "± nan" not in page and "None" not in page and "± 0.0" not in page
-    assert "On tasks.txt. " in page and "Activation outliers" in page
+    assert "On tasks.txt. " in page and "Outliers</h2>" in page
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS, ids=lambda module: module.__name__)
