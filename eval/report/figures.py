@@ -23,7 +23,7 @@ def short_labels(names: Sequence[str]) -> list[str]:
     """Long names without the parts between hyphens that all of them have; unchanged where two would become one."""
     parts = [re.split(r"(?<!\de)-", name) for name in names]  # 1e-3 is one part
     shared = set.intersection(*map(set, parts)) if len(names) > 1 else set()
-    short = ["-".join([part for part in of if part not in shared] or of[:1]) for of in parts]
+    short = ["-".join([part for part in of if part and part not in shared] or of[:1]) for of in parts]
     return short if len(set(short)) == len(names) and max(map(len, names)) > SHORT else list(names)
 
 

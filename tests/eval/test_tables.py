@@ -33,7 +33,7 @@ def test_labels_are_what_differs_between_names():
     assert short_labels(["one", "diff_v2"]) == ["one", "diff_v2"]
     assert short_labels([f"diff-lr1e-3-{rest}", f"diff-lr2e-3-{rest}", f"diff-{rest}"]) == ["lr1e-3", "lr2e-3", "diff"]
     assert short_labels([f"diff-{rest}"]) == [f"diff-{rest}"]
-    twice = ["a-" + "x-" * 30 + "a", "a-" + "x-" * 30]
+    twice = ["diff-" + "x-" * 30 + "x", "diff-" + "x-" * 31 + "x"]
     assert short_labels(twice) == twice  # no label stands for two
 
 
