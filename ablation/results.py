@@ -9,13 +9,13 @@ from ablation import tuning
 from ablation.experiment import AblateConfig
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
-from eval.report.figures import draw_differences, draw_forest, draw_grid, draw_validation
+from eval.report.figures import draw_differences, draw_forest, draw_grid, draw_losses
 from eval.report.grid import Comparison, fit_rows
-from eval.report.pooled import Pooled, profile, unit
+from eval.report.pooled import Pooled, parts_table, profile, unit
 from eval.report.runs import Arm
 from eval.report.tables import markdown
 
-FAMILIES = ("gap_*", "grid_*", "pairs_*", "profile_*")  # figures that not every command draws
+FAMILIES = ("gap_*", "grid_*")  # figures that not every command draws
 
 
 class Results:
@@ -55,6 +55,8 @@ class Results:
         page = [table for point in self.pooled.points for table in self.pooled.tables(point)]
         for name, one in self.profiles.items():
             page += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
+        if alone := [one for metric in self.cfg.forest for one in self.pooled.alone(metric)]:
+            page.append(markdown(parts_table(alone, "part, paired by seed (forest.png)")).rstrip())
         page += [*self.pooled.remarks(), *self.pooled.by_seed()]
         page += [markdown(lines).rstrip() for lines in (self.comparison.lines(), self.fits and fit_rows(self.fits)) if lines]
         page += tuning.rates_table(self.tuned)
@@ -82,10 +84,7 @@ class Results:
         cfg, paths = self.cfg, draw_ablation(folder, self.pooled, self.fits)
         for metric in self.comparison.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
-        for name, one in self.profiles.items():
-            paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
-        last = self.pooled.points[-1]
-        panels = {title: [pair for pair in self.pooled.pairs_at(last) if pair.metric == m] for m, title in cfg.forest.items()}
+        panels = {title: self.pooled.alone(metric) for metric, title in cfg.forest.items()}
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
@@ -93,13 +92,12 @@ class Results:
 
 
 def draw_ablation(folder: Path, pooled: Pooled, fits: dict[str, Any] | None) -> list[Path]:
-    """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
-    comparison, paths = pooled.found, [folder / "loss.png", folder / "difference.png"]
-    draw_validation(paths[0], comparison.arms)
+    """Draw the losses, the differences of the compared metrics and, with fits over sizes, the first metric over them."""
+    comparison, paths = pooled.comparison, [folder / "loss.png", folder / "difference.png"]
+    draw_losses(paths[0], comparison.arms)
     draw_differences(paths[1], comparison.arms, {name: pooled.drawn(name) for name in comparison.compared})
-    if any(arm.point for arm in comparison.arms):
-        for metric in filter(comparison.measured, comparison.metrics):
-            paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-            summaries = [(arm, comparison.summary(metric, arm)) for arm in comparison.arms]
-            draw_grid(paths[-1], summaries, metric, fits if metric == comparison.compared[0] else None)
+    if fits:
+        metric = comparison.compared[0]
+        paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+        draw_grid(paths[-1], [(arm, comparison.summary(metric, arm)) for arm in comparison.arms], metric, fits)
     return paths

@@ -1,16 +1,14 @@
 """One self-contained HTML page that compares runs: verdict, table, differences, curves, heatmaps, attention, all evaluations.
 
-    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false]
+    python -m eval.report runs=[runs/A,runs/B] out=report.html [viewer=false]
 
 Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
-paired differences to the first arm with 95 % intervals. The page shows all evaluations that the runs have and names
-those that a run lacks. Beside the page the command writes its figures (figures/*.png), its numbers (the same name with
-.json), its tables (.md) and the attention viewer (..._viewer.html). It also prints the tables.
+paired differences to the first arm with 95 % intervals. Beside the page lie its figures (figures/*.png), its numbers (the
+same name with .json), its tables (.md) and the attention viewer (..._viewer.html).
 """
 
 import glob
 import html
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,55 +22,46 @@ from eval.report.figures import short_labels
 from eval.report.gallery import draw_report
 from eval.report.notes import notes
 from eval.report.page import Content, page
-from eval.report.runs import Arm, arms_of, read_ablation, read_runs
+from eval.report.runs import Arm, arms_of, read_runs
 from eval.report.sections import sections
 from eval.report.statistics import PAIRED, Difference
-from eval.report.tables import columns, difference_lines, differences, headline_table, markdown, report_lines, verdicts
-from eval.report.viewer import viewer_of
+from eval.report.tables import difference_lines, differences, headline_table, markdown, report_lines, verdicts
+from eval.viewer import ViewerConfig, viewer_of
 
 
 @dataclass
 class ReportConfig:
     """runs: run folders, folders of runs, or globs, as a list or one of them. out: the page; its figures and JSON are written
     beside it. viewer: add the attention viewer.
-
-    ablation: the folder of an ablation (scripts/ablate.py) to show on the page.
     """
 
     runs: Any = MISSING
     out: str = "report.html"
-    ablation: str | None = None
     viewer: bool = True
 
 
 @command("report", ReportConfig)
 def main(cfg: ReportConfig) -> None:
-    """Compare the runs: write the page, its JSON, figures and viewer, and print the tables."""
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
     if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
         wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
-    ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
-    make_folder(out.parent / "figures")
-    rows, parts, remarks = headline_table(arms), sections(arms), notes(runs, arms)
+    rows, parts = headline_table(arms), sections(arms)
     less_first = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
-    content = Content(arms, rows, verdicts(arms, less_first), less_first, [], parts, remarks, ablation=ablation)
-    if not any(arm.several for arm in arms):
-        content.contrasts = []  # a single seed has no interval
+    intervals = less_first if any(arm.several for arm in arms) else []  # a single seed has none
+    content = Content(arms, rows, verdicts(arms, less_first), intervals, parts, notes(runs, arms))
+    content.figures = draw_report(arms, intervals, out.parent / "figures")
     if cfg.viewer:
         add_viewer(content, out)
-    content.figures = draw_report(arms, content.contrasts, out.parent / "figures")
     write_json(out.with_suffix(".json"), as_json(content))
     write_atomic(out.with_suffix(".md"), as_markdown(content).encode())
     write_atomic(out, page(content, out).encode())
     print_report(content)
-    made = {"run": len(runs), "arm": len(arms), "figure": len(content.figures)}
-    counts = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in made.items())
-    print(f"report  {out} ({counts})")
+    print(f"report  {out} (runs: {len(runs)}, arms: {len(arms)}, figures: {len(content.figures)})")
 
 
 def run_folders(given: list[Any]) -> list[str]:
@@ -86,7 +75,6 @@ def run_folders(given: list[Any]) -> list[str]:
 
 
 def shortened(arms: list[Arm]) -> list[Arm]:
-    """The arms, named by what differs between their names."""
     short = dict(zip((arm.name for arm in arms), short_labels([arm.name for arm in arms]), strict=True))
     for arm in arms:
         arm.name = arm.arm = short[arm.name]
@@ -94,31 +82,20 @@ def shortened(arms: list[Arm]) -> list[Arm]:
     return arms
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder. ValueError if files cannot be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        wrong = f"{folder} is not a folder that can be written ({error.strerror})"
-        raise ValueError(f"{wrong}: move it, or use out=FOLDER/report.html") from None
-
-
 def add_viewer(content: Content, out: Path) -> None:
     """Write the attention viewer of the first run of each arm beside `out`; if a run cannot be loaded, note why."""
     arms, beside = content.arms, out.with_name(f"{out.stem}_viewer.html")
+    first = [(arm.name, str(arm.runs[0].folder)) for arm in arms]
     try:
-        viewer = viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms], colours=[arm.colour for arm in arms])
+        viewer, says = viewer_of(first, ViewerConfig(), [arm.colour for arm in arms])
     except (ValueError, OSError, RuntimeError) as error:
         content.notes.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
         return
-    write_atomic(beside, viewer.html.encode())
-    first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
-    content.viewer = {"file": beside.name, "says": viewer.says + first, "question": viewer.question}
+    write_atomic(beside, viewer.encode())
+    content.viewer = beside.name, says + " The first seed of each arm." * any(arm.several for arm in arms)
 
 
 def as_json(content: Content) -> dict[str, Any]:
-    """The report's numbers: runs, arms, the verdicts, the table, the differences and the further evaluations."""
     runs = [run for arm in content.arms for run in arm.runs]
     return {
         "eval": "report",
@@ -157,12 +134,7 @@ def as_markdown(content: Content) -> str:
 
 
 def print_report(content: Content) -> None:
-    """Verdicts, tables and notes for the terminal."""
-    arms, rows = content.arms, content.rows
-    print("\n".join([*full_names(arms), *content.verdicts]) + "\n")
-    print(columns(report_lines(arms, rows)))
-    if lines := difference_lines(arms, rows, content.contrasts):
-        print(f"\ndifference to {arms[0].name}, mean over seeds [95 % interval]\n{columns(lines)}")
+    print("\n".join([*content.verdicts, "", as_markdown(content)]))
     for remark in content.notes:
         print(f"note: {remark}")
 

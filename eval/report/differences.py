@@ -2,11 +2,9 @@
 
     y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
 
-`Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. With few seeds,
-the standard deviation pooled over arms is a better estimate of the noise than that of one arm. Differences to the reference
-are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. With a covariate
-x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance, Fisher 1932): if the arms change
-x, this is the part of their effect that does not go through x.
+`Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. Differences to the
+reference are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. With a
+covariate x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance, Fisher 1932).
 """
 
 import functools
@@ -47,35 +45,33 @@ def by_seed(table: pd.DataFrame, *keys: str) -> Iterator[tuple[Any, pd.DataFrame
 
 
 def correct(differences: Iterable[Difference]) -> None:
-    """Set p_holm of differences that are tested together."""
     tested = [one for one in differences if one.p is not None]
     for one, p in zip(tested, holm([one.p for one in tested]), strict=True):
         one.p_holm = p
 
 
 def contrasts(table: pd.DataFrame, references: Mapping[str, str | None]) -> list[Difference]:
-    """Every arm less its reference, paired over the seeds that both have; Holm's correction for the arms of one metric.
-
-    references: arm -> its reference. An arm without one, or whose reference has no value, has no difference.
-    """
+    """Every arm less its reference, paired over the seeds that both have; Holm's correction for the arms of one metric."""
     differences = []
     for metric, values in by_seed(table, "metric"):
-        of_metric = []
-        for arm, reference in references.items():
-            if arm in values and reference in values and len(less := (values[arm] - values[reference]).dropna()):
-                about = {"by_seed": less.to_dict(), "metric": metric, "arm": arm, "reference": reference}
-                of_metric.append(paired(list(less), **about))
+        pairs = [pair for pair in references.items() if set(pair) <= set(values)]
+        of_metric = [one for pair in pairs if (one := paired_arms(values, *pair, metric=metric))]
         correct(of_metric)
         differences += of_metric
     return differences
+
+
+def paired_arms(values: pd.DataFrame, arm: str, other: str, **place: str) -> Difference | None:
+    """`arm` less `other`, paired by seed; None without a common seed. values: a row per seed, a column per arm."""
+    less = (values[arm] - values[other]).dropna()
+    return paired(list(less), by_seed=less.to_dict(), arm=arm, reference=other, **place) if len(less) else None
 
 
 @dataclass
 class Model:
     """A metric at one point. values: a row per seed, a column per arm. beta[0] is the first arm's mean, beta[i] arm i less it.
 
-    error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it. df: the
-    error's degrees of freedom. slope: the covariate's, if there is one. place: metric, kind and point of its differences.
+    error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it.
     """
 
     values: pd.DataFrame
@@ -85,7 +81,7 @@ class Model:
     ratio: float = 0.0
     df: int = 0
     slope: float | None = None
-    place: dict[str, str] = field(default_factory=dict)
+    place: dict[str, str] = field(default_factory=dict)  # metric, kind and point of its differences
 
     @property
     def enough(self) -> bool:
@@ -97,10 +93,7 @@ class Model:
 
     @functools.cached_property
     def bartlett_p(self) -> float | None:
-        """p of the hypothesis that all arms have one spread over seeds, as the model assumes (Bartlett 1937).
-
-        None with fewer than three arms of two seeds (a difference of two arms does not need it), and with a covariate.
-        """
+        """p of one spread over seeds for all arms (Bartlett 1937); None for two arms, and with a covariate."""
         groups = [column for arm in self.values if len(column := self.values[arm].dropna()) > 1]
         if len(groups) < 3 or self.slope is not None:
             return None
@@ -114,20 +107,21 @@ class Model:
     def less(self, arm: str, other: str, part: str = "") -> Difference:
         """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
 
-        p_alone: p of the paired t test. p_welch: where the arms differ in their spread, p of Welch's test (1947), which takes
-        the spread of each of the two arms.
+        p_alone: of the paired t test. p_welch: of Welch's test (1947), where the arms differ in their spread.
         """
-        seeds = (self.values[arm] - self.values[other]).dropna()
-        alone = paired(list(seeds)) if len(seeds) else Difference(0, math.nan)
-        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, "part": part, **self.place}
-        if not self.enough:
-            return Difference(alone.n, alone.mean, **about)
-        row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
-        row[0] = 0  # the others are differences to the first arm
-        mean, se = float(row @ self.beta), math.sqrt(row @ self.covariance @ row)
-        half, p = t_quantile(1 - LEVEL / 2, self.df) * se, 2 * float(stats.t.sf(abs(mean) / se, self.df))
-        welch = welch_p(self.values[arm].dropna(), self.values[other].dropna()) if self.spreads_differ else None
-        return Difference(alone.n, mean, low=mean - half, high=mean + half, p=p, se=se, p_welch=welch, **about)
+        place = {"arm": arm, "reference": other, "part": part, **self.place}
+        alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
+        one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
+        if self.enough:
+            row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
+            row[0] = 0  # the others are differences to the first arm
+            one.mean, one.se = float(row @ self.beta), math.sqrt(row @ self.covariance @ row)
+            half = t_quantile(1 - LEVEL / 2, self.df) * one.se
+            one.low, one.high = one.mean - half, one.mean + half
+            one.p = 2 * float(stats.t.sf(abs(one.mean) / one.se, self.df))
+            if self.spreads_differ:
+                one.p_welch = welch_p(self.values[arm].dropna(), self.values[other].dropna())
+        return one
 
     @functools.cached_property
     def effects(self) -> dict[str, Difference]:
@@ -141,7 +135,6 @@ class Model:
 
     @functools.cached_property
     def _all_at_once(self) -> tuple[float, np.ndarray]:
-        """The 5 % point of the largest |t| of all arms, and every arm's p."""
         covariance = self.covariance[1:, 1:]
         se = np.sqrt(np.diag(covariance))
         t = np.abs(self.beta[1:]) / se
@@ -151,10 +144,9 @@ class Model:
         return float(np.quantile(largest, 1 - LEVEL)), 1 - np.searchsorted(largest, t) / DRAWS
 
     def summary(self) -> dict[str, Any]:
-        """The error's standard deviation with its 95 % interval, that of the seeds' blocks, and what can be found with them.
+        """The error's standard deviation with its 95 % interval, and that of the seeds' blocks.
 
-        detectable: the true difference between the reference and an arm with all seeds that a test at the 5 % level finds
-        with 80 % power; with a covariate the largest of the arms'.
+        detectable: the difference to the reference that a 5 % test of an arm with all seeds finds with 80 % power.
         """
         n, df, sd = int(self.values[self.reference].count()), self.df, math.sqrt(self.error)
         low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
@@ -169,8 +161,7 @@ class Model:
 def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> Model:
     """The model of values with a row per seed and a column per arm, the reference first; nan where there is no run.
 
-    The error is not estimated with fewer than two arms, with two seeds and fewer than FEWEST_DF degrees of freedom, or with a
-    covariate that does not differ between the seeds of any arm. Runs without the covariate are left out.
+    No error: fewer than two arms, two seeds and fewer than FEWEST_DF degrees of freedom, or a covariate that no seed moves.
     """
     if covariate is not None:
         covariate = covariate.reindex(index=values.index, columns=values.columns)
@@ -199,10 +190,9 @@ def welch_p(one: pd.Series, other: pd.Series) -> float | None:
 
 
 def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Estimates, their covariance, the error's variance s_e^2, and the ratio s_b^2 / s_e^2 of highest restricted likelihood.
+    """Estimates, covariance, error s_e^2 and the ratio s_b^2 / s_e^2 of highest restricted likelihood (docs/METHODS.md, 8.3).
 
-    The ratio is 0 or one of a logarithmic grid with steps of 6 %, for all R of which everything is computed at once. Between
-    two of them the error moves by about 1 % at most (docs/METHODS.md, 8.3).
+    The ratio is 0 or one of R on a logarithmic grid with steps of 6 %, computed at once.
     """
     ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
     spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
@@ -222,7 +212,7 @@ def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndar
     return beta[best, :, 0], error[best] * inverse[best], float(error[best]), float(ratios[best])
 
 
-@functools.lru_cache(maxsize=16)  # 0.5 between all arms if all have the same seeds, so often asked for
+@functools.lru_cache(maxsize=16)  # many models have the same one
 def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray:
     """Draws of the largest |T| of a multivariate t, sorted, with a fixed seed."""
     root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
@@ -234,10 +224,7 @@ def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray
 def difference_table(
     differences: Sequence[Difference], head: Sequence[str], row: Callable[[Difference], tuple[str, ...]]
 ) -> list[list[str]]:
-    """Differences as text, the header first: a row for every label that `row` gives, a column for every metric.
-
-    head: the heads of the label's parts. Bold where p, after its correction, is below 5 %.
-    """
+    """Differences as text, the header first: a row for every label `row(difference)`, a column for every metric."""
     rows: dict[tuple[str, ...], dict[str, Difference]] = {}
     for one in differences:
         rows.setdefault(row(one), {})[one.metric] = one

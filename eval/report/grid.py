@@ -19,14 +19,11 @@ from eval.report.tables import si
 
 HEAD = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n"]
 DIFFERENCE_HEAD = ["95 % interval", "p", "p, Holm", "p, sign flips", "detectable"]
-ABOUT_P = (
-    "p, Holm is corrected for the comparisons of each metric ({tested}). With n seeds p, sign flips cannot fall below 2^(1-n). "
-    "Detectable: the true difference that would be found in 80 % of such experiments, given this comparison's spread."
-)
+ABOUT_P = "p, Holm is corrected for the comparisons of each metric ({tested}). Detectable: with 80 % power, given this spread."
 
 
 class Summary(NamedTuple):
-    """An arm's values of one metric over seeds; mean None: no run has a value."""
+    """An arm's values of one metric over seeds."""
 
     n: int = 0
     mean: float | None = None
@@ -57,11 +54,9 @@ class Comparison:
         return any(self.summary(metric, arm).n for arm in self.arms)
 
     def of_metric(self, metric: str) -> list[Difference]:
-        """The metric's differences, in the order of the arms."""
         return [one for one in self.differences.values() if one.metric == metric]
 
     def values(self, metric: str) -> pd.DataFrame:
-        """A row per seed and a column per arm; nan where there is no value."""
         of_metric = dict(by_seed(self.table, "metric")).get(metric, pd.DataFrame())
         return of_metric.reindex(columns=[arm.name for arm in self.arms])
 
@@ -71,14 +66,14 @@ class Comparison:
         size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
         mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
         """
-        values, sizes, laws = self.values(metric), {}, {}
+        values, laws = self.values(metric), {}
         for name in dict.fromkeys(arm.arm for arm in self.arms):
-            sizes[name] = {arm.name: arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == name}
-            x, losses = list(sizes[name].values()), values[list(sizes[name])].dropna()
-            one_size = len(set(x)) < 2  # of an unfinished grid
-            laws[name] = {} if one_size else {seed: power_law(x, of_seed) for seed, *of_seed in losses.itertuples()}
+            sizes = {arm.name: arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == name}
+            several = len(set(sizes.values())) > 1  # not in an unfinished grid
+            losses = values[list(sizes)].dropna().itertuples() if several else ()
+            laws[name] = {seed: power_law(list(sizes.values()), of_seed) for seed, *of_seed in losses}
         first = self.arms[0].arm
-        middle = math.exp(np.mean(np.log(list(sizes[first].values()))))
+        middle = math.exp(np.mean([math.log(arm.facts["params_non_embedding"]) for arm in self.arms if arm.arm == first]))
         results = {}
         for name, fits in laws.items():
             ratios = [size_ratio(laws[first][seed], law, middle) for seed, law in fits.items() if seed in laws[first]]
@@ -94,8 +89,7 @@ class Comparison:
     def at_equal_flops(self) -> pd.DataFrame:
         """The table of the compared metrics after as many training FLOPs as the arm's reference has used at the same point.
 
-        A value lies between the arm's own two nearest numbers of tokens, on a straight line in their logarithm. An arm
-        that would have to be taken beyond its own points has no value there.
+        A value lies between the arm's two nearest numbers of tokens, on a straight line in their logarithm, or is missing.
         """
         rows = []
         for metric, arm in itertools.product(self.compared, self.arms):
@@ -116,7 +110,6 @@ class Comparison:
         return pd.Series(dtype=float)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Every arm with its runs, its metrics and their differences."""
         keys = ("name", "arm", "point", "reference", "variant", "overrides", "facts")
         return [
             {key: getattr(arm, key) for key in keys}
@@ -167,10 +160,7 @@ class Comparison:
         return lines
 
     def notes(self, seeds: Sequence[int], epochs: float | None) -> list[str]:
-        """Sentences that a reader of the table needs.
-
-        epochs: how often training read the prepared text; 0 for data generated during training, None if it is not known.
-        """
+        """Sentences on the table. epochs: over the prepared text; 0 for data made during training, None if not known."""
         arms = self.arms
         tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
         most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
@@ -211,7 +201,6 @@ def _difference_text(one: Difference | None) -> list[str]:
 
 
 def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
-    """The table of the power laws."""
     rows = [["arm", "n", "exponent b", "95 % interval", "parameters for equal loss", "95 % interval"]]
     for name, fit in fits.items():
         cells = [name, str(fit["exponent"]["n"]) if fit["exponent"] else "0"]

@@ -38,7 +38,6 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
 
 
 def _shape(results: dict[str, Any]) -> dict[str, Any]:
-    """Counts, digests, cells, depths, shots and tasks of a result, where it has them."""
     shape: dict[str, Any] = {key: results.get(key) for key in RECORDED}
     if "cells" in results:
         shape["cells"] = [[cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]

@@ -22,7 +22,7 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
 
 
 def mixed_precision(runs: list[Run]) -> str | None:
-    """A note where `dtype=auto` meant different dtypes on the machines of the runs. An older run does not name its dtype."""
+    """A note where `dtype=auto` meant different dtypes on the machines of the runs."""
     dtypes = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
     if len(dtypes) < 2:
         return None

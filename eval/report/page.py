@@ -4,7 +4,7 @@ import base64
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from configs.provenance import ROOT, version
 from eval.common import command_of
-from eval.report.gallery import Figure, Image, drawn_by
+from eval.report.gallery import Figure, drawn_by
 from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
 from eval.report.statistics import Difference
@@ -27,42 +27,34 @@ SHOWN = 3  # rows of a group that are not folded, or the main numbers
 
 @dataclass
 class Content:
-    """The content of the page. contrasts: the paired differences of arms with several seeds. viewer: the viewer's file
-    beside the page, a sentence about it, and the worked question. ablation: its name, tables and remarks (Markdown),
-    and figures.
+    """The content of the page. contrasts: the paired differences of arms with several seeds. viewer: the viewer's file beside
+    the page, and a sentence about it.
     """
 
     arms: list[Arm]
     rows: list[Row]
     verdicts: list[str]
     contrasts: list[Difference]
-    figures: list[Figure]
     sections: list[Section]
     notes: list[str]
-    viewer: dict[str, Any] | None = None
-    ablation: tuple[str, str, list[Path]] | None = None
+    figures: list[Figure] = field(default_factory=list)
+    viewer: tuple[str, str] | None = None
 
 
 def render(template: str, **content: Any) -> str:
     """Fill in a template of this package. All text is escaped; `file("NAME")` inserts a style or script unescaped."""
     loader = FileSystemLoader(TEMPLATES)
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"anchor": anchor, "minus": minus, "data_uri": data_uri}
+    made.filters |= {"anchor": anchor, "minus": minus, "base64": lambda content: base64.b64encode(content).decode()}
     made.globals |= {"version": version(), "file": lambda name: Markup((TEMPLATES / name).read_text())}
     return made.get_template(template).render(**content)
 
 
 def anchor(heading: str) -> str:
-    """The name under which links find a heading."""
     return re.sub(r"\W+", "-", heading.lower()).strip("-")
 
 
-def data_uri(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 def page(content: Content, out: Path) -> str:
-    """The HTML of the page for the file `out`. It contains its style and images."""
     arms = content.arms
     variants = list(dict.fromkeys(arm.variant for arm in arms))
     title = f"{', '.join(variants[:-1])} and {variants[-1]}" if len(variants) > 1 else variants[0]
@@ -75,7 +67,6 @@ def page(content: Content, out: Path) -> str:
         opening=list(zip(resolved(arms, content.contrasts), content.verdicts, strict=True)),
         groups=groups(content),
         about={section.name: about(arms, section) for section in content.sections},
-        ablation=ablation_parts(*content.ablation) if content.ablation else None,
         methods=os.path.relpath(ROOT / "docs" / "METHODS.md", out.resolve().parent),
         numbers=out.with_suffix(".json").name,
     )
@@ -83,12 +74,8 @@ def page(content: Content, out: Path) -> str:
 
 def resolved(arms: list[Arm], contrasts: list[Difference]) -> list[str]:
     """For each arm but the first, in words: whether a main number's difference to the first arm is resolved."""
-    words = []
-    for arm in arms[1:]:
-        main = [one for one in contrasts if one.arm == arm.name and one.metric in HEADLINES]
-        clear = any(one.clear or (one.n > 1 and not one.sd and one.mean) for one in main)
-        words.append("Resolved" if clear else "Not resolved")
-    return words or [""]
+    clear = {one.arm for one in contrasts if one.metric in HEADLINES and one.resolved}
+    return ["Resolved" if arm.name in clear else "Not resolved" for arm in arms[1:]] or [""]
 
 
 def groups(content: Content) -> list[dict[str, Any]]:
@@ -110,16 +97,14 @@ def groups(content: Content) -> list[dict[str, Any]]:
 def compared(runs: list[Run]) -> str:
     """One sentence about the runs: data, tokens, context, seeds, machine and code."""
 
-    def same(read: Callable[[Run], Any]) -> str:
-        """The value that all runs share, or the different values with slashes between them."""
-        return " / ".join(dict.fromkeys(str(read(run)) for run in runs))
+    def same(read: Callable[[Run], Any], between: str = " / ") -> str:
+        return between.join(dict.fromkeys(str(read(run)) for run in runs))
 
-    several = list(dict.fromkeys(str(run.seed) for run in runs))
-    seeds = f"seed{'s' if len(several) > 1 else ''} {', '.join(several)}"
+    seeds = same(lambda run: run.seed, ", ")
     return (
-        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: text_read(run.config['data'])[0])}, "
+        f"{len(runs)} run{'s' * (len(runs) > 1)} on {same(lambda run: text_read(run.config['data'])[0])}, "
         f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
-        f"context {same(lambda run: run.config['model']['context'])}, {seeds}; "
+        f"context {same(lambda run: run.config['model']['context'])}, seed{'s' * (',' in seeds)} {seeds}; "
         f"{same(lambda run: _machine(run.facts))}; "
         f"code {same(lambda run: run.facts.get('version', 'unknown'))}."
     )
@@ -134,20 +119,6 @@ def _machine(facts: dict[str, Any]) -> str:
 
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:
-    """A further evaluation's command, texts and figures."""
     texts = {text_named(run, section.name) for arm in arms for run in arm.runs if section.name in run.evals}
-    return {
-        "command": command_of(section.name),
-        "texts": sorted(filter(None, texts)),
-        "images": drawn_by(arms, section.name, section.title),
-    }
-
-
-def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:
-    """An ablation's figures, and its table.md as tables (lists of lines, the header first) and paragraphs (plain text)."""
-    blocks = []
-    for block in text.strip().split("\n\n"):
-        lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]
-        blocks.append({"lines": [lines[0], *lines[2:]]} if block.startswith("|") else {"text": block.strip("*")})
-    described = [Image(path, f"{path.stem.replace('_', ' ')} of the ablation {name}") for path in images]
-    return {"title": f"Ablation: {name}", "blocks": blocks, "images": described}
+    images = drawn_by(arms, section.name, section.title)
+    return {"command": command_of(section.name), "texts": sorted(filter(None, texts)), "images": images}

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
-from eval.report.differences import FEWEST_DF, Model, by_seed, correct, difference_table, fit
+from eval.report.differences import FEWEST_DF, Model, by_seed, correct, difference_table, fit, paired_arms
 from eval.report.figures import draw_gap, slug
 from eval.report.grid import Comparison
 from eval.report.runs import Arm, trained_tokens
@@ -16,30 +16,9 @@ from eval.report.statistics import Difference, p_text
 from eval.report.tables import markdown
 
 FLOPS = ", equal FLOPs"
-BOLD = (
-    "In brackets: 95 % intervals of the mixed model, for all arms at once; bold where p, for all arms of this table at once, "
-    "is below 5 %. The JSON has p and the interval of each arm alone."
-)
-EQUAL_FLOPS = (
-    "Equal FLOPs: every arm after as many training FLOPs (FLOPs/token times tokens) as {reference} has used there, between the "
-    "arm's own two numbers of tokens, on a straight line in their logarithm. FLOPs/token counts a product with the values for "
-    "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
-)
-LESS = "arm with the part minus arm without it"
-AT_EQUAL = (
-    "Equal {metric}: {metric} is a covariate of the model, so what is left does not come from a difference in {metric}. Where "
-    "an arm changes {metric} itself, this leaves out a part of what the arm does."
-)
-PAIR_NOTE = (
-    "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
-    "t) and is not corrected for the number of parts; bold where p after Holm's correction for the parts is below 5 %."
-)
-BY_SEED = (
-    "Part by seed: p, pooled has the error pooled over all arms; p, Holm is the same after Holm's correction for the parts; p, "
-    "alone is the paired t test of the row's differences, uncorrected. p, Welch stands where the arms differ in their spread "
-    "(notes below), so that the pooled error can be too small or too large for a row: the test of the two arms, each with its "
-    "own spread, unpaired and uncorrected. p, equal is of the test that the true difference lies outside of plus and minus "
-    "half of V1's gain here (diff less baseline, as estimated): a small one says that the two arms are equivalent within that."
+ABOUT = (
+    "Brackets: 95 % intervals of the mixed model, of arms for all of them at once. Bold: p below 5 %, of parts (an arm less "
+    "the arm without it) after Holm's correction. p, alone is the paired t test. docs/METHODS.md, 8.3, defines all of them."
 )
 TOO_FEW = (
     f"No error is pooled over arms, and nothing is bold, with two seeds and fewer than {FEWEST_DF} degrees of freedom (four "
@@ -54,8 +33,8 @@ ERROR = (
     "detectable difference {detectable:.4f} (n = {n}, pooled error, 80 % power, 5 % level); against {reference}."
 )
 SPREADS_DIFFER = (
-    "{where}: the arms differ in their spread over seeds (Bartlett's test, p {p}), which the pooled error ignores: its "
-    "intervals are too narrow for the arms with a large spread, and too wide for the others. Compare with the paired intervals."
+    "{where}: the arms differ in their spread over seeds (Bartlett's test, p {p}): the pooled intervals are too narrow for the "
+    "arms with a large spread, and too wide for the others. Compare with the paired intervals."
 )
 
 
@@ -68,35 +47,34 @@ class Pooled:
     """
 
     def __init__(
-        self, found: Comparison, parts: Mapping[str, Sequence[str]], horizons: bool, covariate: str | None = None
+        self, comparison: Comparison, parts: Mapping[str, Sequence[str]], horizons: bool, covariate: str | None = None
     ) -> None:
-        self.found, self.parts, self.covariate = found, parts, covariate
-        self.points = list(dict.fromkeys(arm.point for arm in found.arms))
+        self.comparison, self.parts, self.covariate = comparison, parts, covariate
+        self.points = list(dict.fromkeys(arm.point for arm in comparison.arms))
         self.kinds = ("", FLOPS, f", equal {covariate}")
         self.models: dict[str, dict[str, Model]] = {}
         self.pairs: dict[str, list[Difference]] = {}
-        for metric in found.compared:
-            self._compare(metric, "", found.table)
+        metrics, compared = comparison.metrics, comparison.compared
+        for metric in compared:
+            self._compare(metric, "", comparison.table)
         if horizons:
-            table = found.at_equal_flops()
-            for metric in found.compared:
+            table = comparison.at_equal_flops()
+            for metric in compared:
                 self._compare(metric, FLOPS, table[table["point"] != self.points[0]])  # has no value for more FLOPs per token
         if covariate:
-            path = found.metrics[covariate]
+            path = metrics[covariate]
             whole = f"{path.partition('.')[0]}.loss" if ".recall." in path else path  # would repeat another metric's difference
-            for metric in found.compared:
-                if found.metrics[metric] not in (path, whole):
-                    self._compare(metric, self.kinds[-1], found.table, covariate)
+            for metric in (metric for metric in compared if metrics[metric] not in (path, whole)):
+                self._compare(metric, self.kinds[-1], comparison.table, covariate)
 
     def _compare(self, metric: str, kind: str, table: pd.DataFrame, covariate: str | None = None) -> None:
-        """Add the models of the metric and, but for equal FLOPs, the pairs."""
         values = dict(by_seed(table[table["metric"].isin([metric, covariate])], "metric", "point"))
         models, pairs = self.models.setdefault(metric + kind, {}), []
         for point in self.points:
             here, x = values.get((metric, point)), values.get((covariate, point))
             if here is None or (covariate and x is None):
                 continue
-            arms = [arm for arm in self.found.arms if arm.point == point]
+            arms = [arm for arm in self.comparison.arms if arm.point == point]
             model = fit(here, x, metric=metric, kind=kind, point=point)
             if model.enough and any(arm.name == model.reference and not arm.reference for arm in arms):
                 models[point] = model
@@ -118,17 +96,24 @@ class Pooled:
         return pairs
 
     def effects(self, point: str, kind: str = "") -> list[Difference]:
-        """Every arm less the reference at the point, metric by metric."""
         models = [at[point] for at in self.models.values() if point in at]
         return [one for model in models for one in model.effects.values() if one.kind == kind]
 
     def drawn(self, metric: str) -> list[Difference]:
         """Every arm less its reference, with the interval of `tables`: the model's, or the paired one where there is none."""
         effects = {one.arm: one for model in self.models.get(metric, {}).values() for one in model.effects.values()}
-        return [effects.get(one.arm, one) for one in self.found.of_metric(metric)]
+        return [effects.get(one.arm, one) for one in self.comparison.of_metric(metric)]
 
     def pairs_at(self, point: str, kind: str = "") -> list[Difference]:
         return [one for of_metric in self.pairs.values() for one in of_metric if (one.point, one.kind) == (point, kind)]
+
+    def alone(self, metric: str) -> list[Difference]:
+        """The metric's pairs at the last point, paired by seed, with Holm's correction for the parts."""
+        wide = dict(by_seed(self.comparison.table, "metric")).get(metric)
+        pairs = [one for one in self.pairs_at(self.points[-1]) if one.metric == metric]
+        paired = [paired_arms(wide, one.arm, one.reference, part=one.part, metric=metric) for one in pairs]
+        correct(paired)
+        return paired
 
     def as_json(self) -> dict[str, Any]:
         def of_model(model: Model) -> dict[str, Any]:
@@ -150,34 +135,24 @@ class Pooled:
         for kind in self.kinds:
             if effects := self.effects(point, kind):
                 tables.append(difference_table(effects, [f"arm less {effects[0].reference}{kind}"], lambda one: (one.arm,)))
-        for kind in self.kinds:
-            if pairs := self.pairs_at(point, kind):
-                tables.append(difference_table(pairs, [f"part{kind}", "arms"], lambda one: (one.part, one.arms)))
+        tables += [parts_table(pairs, f"part{kind}") for kind in self.kinds if (pairs := self.pairs_at(point, kind))]
         return [markdown(lines).rstrip() for lines in tables]
 
     def by_seed(self) -> list[str]:
-        """For every point a table of the pairs' differences seed by seed, and what its p values are."""
+        """For every point a table of the pairs' differences seed by seed."""
         pairs = [self.pairs_at(point) for point in self.points]
-        tables = [markdown(seed_lines(at_point)).rstrip() for at_point in pairs if any(one.n > 1 for one in at_point)]
-        return [*tables, BY_SEED] if tables else []
+        return [markdown(seed_lines(at_point)).rstrip() for at_point in pairs if any(one.n > 1 for one in at_point)]
 
     def remarks(self) -> list[str]:
         """What a reader of the tables must know, and the parts that are in none of them."""
-        kinds = {kind for kind in self.kinds for point in self.points if self.effects(point, kind)}
-        shown = {one.part for point in self.points for one in self.pairs_at(point)}
-        seeds = {(arm.point, run.seed) for arm in self.found.arms for run in arm.runs}
+        seeds = {(arm.point, run.seed) for arm in self.comparison.arms for run in arm.runs}
         two = [point for point in self.points if sum(of == point for of, _ in seeds) == 2]
-        few = self.found.differences and any(not self.effects(point) for point in two)
-        absent = [f"{name} ({' - '.join(arms)})" for name, arms in self.parts.items() if name not in shown]
-        remarks = {
-            BOLD: "" in kinds,
-            EQUAL_FLOPS.format(reference=self.found.arms[0].arm): FLOPS in kinds,
-            AT_EQUAL.format(metric=self.covariate): self.kinds[-1] in kinds,
-            PAIR_NOTE: shown and not few,
-            TOO_FEW: few,
-            f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}.": absent,
-        }
-        return [remark for remark, applies in remarks.items() if applies]
+        few = self.comparison.differences and any(not self.effects(point) for point in two)
+        shown = {one.part for point in self.points for one in self.pairs_at(point)}
+        remarks = [TOO_FEW] if few else [ABOUT] if any(self.models.values()) else []
+        if absent := [f"{name} ({' - '.join(arms)})" for name, arms in self.parts.items() if name not in shown]:
+            remarks.append(f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}.")
+        return remarks
 
     def notes(self) -> list[str]:
         """The error of every metric at every point, and a warning where arms differ in it."""
@@ -185,36 +160,21 @@ class Pooled:
         return [note for metric, *model in models if not metric.endswith(FLOPS) for note in model_notes(metric, *model)]
 
     def draw(self, folder: Path, metric: str, unit: str) -> list[Path]:
-        """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        tokens: dict[str, float] = {}
-        for arm in self.found.arms:  # an arm that diverged stopped before
-            tokens[arm.point] = max(tokens.get(arm.point, 1), trained_tokens(arm))
-        placed = [
-            [(math.log2(tokens[point]), one) for point in self.points for one in at(point) if one.metric == metric]
-            for at in (self.effects, self.pairs_at)
-        ]
-        ticks = {math.log2(count): f"{count / 1e6:.3g}" for count in tokens.values()}
-        paths = [folder / f"{family}_{slug(metric)}.png" for family in ("gap", "pairs")]
-        return self._draw(paths, placed, ticks, "training tokens (millions)", f"{metric}: {{}}{unit}")
+        """Draw the differences to the reference against training tokens; no path without any."""
+        arms = self.comparison.arms
+        tokens = {point: max(max(trained_tokens(arm), 1) for arm in arms if arm.point == point) for point in self.points}
+        place, by_name = {point: math.log2(count) for point, count in tokens.items()}, {arm.name: arm for arm in arms}
+        effects = [one for point in self.points for one in self.effects(point) if one.metric == metric]
+        placed = [(by_name[one.arm].arm, by_name[one.arm].colour, place[one.point], one) for one in effects]
+        ticks = {place[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
+        path, x = folder / f"gap_{slug(metric)}.png", "training tokens (millions); bars: 95 %, all arms at once"
+        if placed:
+            draw_gap(path, placed, ticks, x, f"{metric}: arm less {arms[0].arm}{unit}")
+        return [path] if placed else []
 
-    def draw_profile(self, folder: Path, name: str, point: str, unit: str) -> list[Path]:
-        """Draw the differences at one point of the grid, with the metrics beside each other in their order."""
-        place = {metric: i for i, metric in enumerate(self.models)}
-        placed = [[(place[one.metric], one) for one in at(point)] for at in (self.effects, self.pairs_at)]
-        paths = [folder / f"profile_{family}{slug(name)}.png" for family in ("", "pairs_")]
-        ticks = {i: metric for metric, i in place.items()}
-        return self._draw(paths, placed, ticks, f"{name}{point and f', {point}'}", f"{{}}{unit}")
 
-    def _draw(self, paths: list[Path], placed: Sequence[Any], ticks: dict[float, str], x: str, y: str) -> list[Path]:
-        """Draw the effects and the pairs, each with its place on the axis."""
-        arms, (effects, pairs) = {arm.name: arm for arm in self.found.arms}, placed
-        of_arms = [(arms[one.arm].arm, arms[one.arm].colour, place, one) for place, one in effects]
-        of_parts = [(one.part, None, place, one) for place, one in pairs]
-        less = y.format(f"arm less {self.found.arms[0].arm}")
-        return [
-            *draw_gap(paths[0], of_arms, ticks, f"{x}; bars: 95 %, all arms at once", less),
-            *draw_gap(paths[1], of_parts, ticks, f"{x}; bars: 95 %, each part alone", y.format(LESS)),
-        ]
+def parts_table(pairs: Sequence[Difference], head: str) -> list[list[str]]:
+    return difference_table(pairs, [head, "arms"], lambda one: (one.part, one.arms))
 
 
 def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
@@ -225,8 +185,7 @@ def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
     lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in kinds)]]
     for one in sorted(pairs, key=lambda one: parts.index(one.part)):
         values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
-        ps = map(p_text, one.numbers(*kinds.values()).values())
-        lines.append([one.part, one.arms, one.metric, *values, *ps])
+        lines.append([one.part, one.arms, one.metric, *values, *map(p_text, one.numbers(*kinds.values()).values())])
     return lines
 
 
@@ -238,7 +197,6 @@ def model_notes(metric: str, point: str, model: Model) -> list[str]:
 
 
 def unit(path: str) -> str:
-    """The unit of a metric's numbers, for the label of an axis."""
     return " (nats)" if path.endswith(("loss", "by_octave")) else ""
 
 

@@ -22,7 +22,6 @@ from training.text import text_read
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
-NO_ABLATION = "give ablation= a folder that python scripts/ablate.py has written"
 NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
@@ -43,10 +42,8 @@ class SpikeConfig:
 
 @dataclass
 class Run:
-    """The contents of a run folder: its configuration, its metrics and its evaluations.
-
-    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged: the error that
-    stopped training. skipped: the last step whose update was skipped. counted: last loss and spikes, if `train` is thinned.
+    """A run folder. facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged:
+    the error that stopped training. skipped: the last step without an update. counted: loss and spikes of a thinned `train`.
     """
 
     folder: Path
@@ -71,7 +68,6 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that logged a training loss."""
         return self.train[-1]["step"] if self.train else 0
 
     @property
@@ -86,7 +82,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median of the logged speeds, which ignores slow first steps and short pauses of the machine."""
+        """Median of the logged speeds: slow first steps do not count."""
         speeds = [line["tokens_per_s"] for line in self.train if "tokens_per_s" in line]
         return float(np.median(speeds)) if speeds else None
 
@@ -98,7 +94,7 @@ class Run:
         return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """The results of the evaluation; None if the run lacks it, or diverged, so that they have no meaning."""
+        """The results of the evaluation; None if the run lacks it or diverged."""
         return None if self.diverged or name not in self.evals else self.evals[name]["results"]
 
     def value(self, path: str) -> float | None:
@@ -106,9 +102,8 @@ class Run:
 
         A key may have dots, for example the depth 0.5. In a list of rows a key chooses the row whose first value equals
         it, for example `quantization.bits.4.loss_change`. NAME is val_loss, spikes, seconds, tokens, tokens_to_0.5 (tokens
-        until a needle accuracy of 0.5), or a number of the lines with a training loss, such as loss, loss_text, lr or
-        tokens_per_s (mean of the last tenth). None if the number was not measured or is not finite, and for a diverged run,
-        except spikes, seconds, tokens and tokens_to_X.
+        until a needle accuracy of 0.5), or a number of the lines with a training loss (mean of the last tenth). None if it was
+        not measured or is not finite, and for a diverged run, except spikes, seconds, tokens and tokens_to_X.
         """
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":
@@ -123,7 +118,6 @@ class Run:
         return self.value(f"{parent}.se") if error is None and key in WITH_SE else error
 
     def keys(self, path: str) -> list[str]:
-        """The keys at EVALUATION.KEY.KEY that have numbers, for example those of `perplexity.by_octave`."""
         evaluation, _, keys = path.partition(".")
         tree = _at(self.results(evaluation), keys)
         return [key for key in tree if self.value(f"{path}.{key}") is not None] if isinstance(tree, dict) else []
@@ -132,11 +126,9 @@ class Run:
         last = self.train[-1] if self.train else {}
         if name == "spikes":
             return self.spikes
-        if name == "tokens":
-            return last.get("tokens", 0)
-        if name == "seconds":
-            return last.get("time_s")
-        if name.startswith("tokens_to_"):  # None if the run did not reach this needle accuracy
+        if name in ("tokens", "seconds"):
+            return last.get("tokens", 0) if name == "tokens" else last.get("time_s")
+        if name.startswith("tokens_to_"):
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
         if self.diverged:
@@ -147,7 +139,7 @@ class Run:
 
 
 def _at(tree: Any, path: str) -> Any:
-    """The value at KEY.KEY in nested dictionaries and lists of rows; None if there is none. A key may have dots."""
+    """The value at KEY.KEY in nested dictionaries and lists of rows, or None."""
     if isinstance(tree, list):
         rows = [row for row in tree if isinstance(row, dict) and row]
         tree = {str(next(iter(row.values()))): row for row in reversed(rows)}  # of equal keys, the first row
@@ -163,7 +155,7 @@ def read_json(path: Path, fix: str = "repeat the command that writes it") -> dic
 
 
 def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
-    """Read a run folder. ValueError if it is not a run, or if the run has neither training metrics nor diverged."""
+    """Read a run folder. ValueError if it is not a run, or a run without training metrics."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(
             f"{folder} is not the folder of a run: give runs=[runs/A,runs/B], folders that python train.py has made"
@@ -196,7 +188,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Read the runs, refuse those that cannot be compared, and give each a label of its own."""
+    """Read the runs, refuse those that cannot be compared, and give each a label."""
     if not folders:
         raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
@@ -211,7 +203,7 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
-    """A label for each run folder: its name, or where several folders have the same name, as many parents as they differ in."""
+    """The name of each run folder, with as many parents as folders of one name differ in."""
     paths = [Path(folder).resolve().parts for folder in folders]
 
     def label(parts: tuple[str, ...]) -> str:
@@ -227,10 +219,10 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def text_named(run: Run, name: str) -> str | None:
-    """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
+    """The text that the run's evaluation `name` was given; None for the run's validation documents."""
     settings, results = run.evals[name].get("config", {}), run.evals[name]["results"]
     given = given_input(settings)
-    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's own shards, too
+    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's shards, too
 
 
 def text_of(run: Run, name: str) -> str:
@@ -240,10 +232,10 @@ def text_of(run: Run, name: str) -> str:
 
 def refuse_other_data(runs: list[Run]) -> None:
     """ValueError for runs with another tokenizer or other data than the first run, unless their texts have one digest."""
-    first = runs[0]
+    first, digest = runs[0], runs[0].facts.get("text_digest")
     for run in runs[1:]:
         differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
-        if run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest"):
+        if digest is not None and run.facts.get("text_digest") == digest:
             differ = []
         if wrong := ["tokenizers"] * (run.tokenizer != first.tokenizer) + differ:
             raise ValueError(f"{first.folder} and {run.folder} have different {wrong[0]}, {NOT_COMPARED}")
@@ -266,21 +258,21 @@ def refuse_other_settings(runs: list[Run]) -> None:
     for run, name in results:
         for key, value in measured(name, run.evals[name], run.config).items():
             expected, first = known.setdefault((name, key), (value, run))
-            if value != expected:
-                what = "the text" if key.endswith("sha256") else key
-                if key == "settings":
-                    what = next(setting for setting in (expected | value) if expected.get(setting) != value.get(setting))
-                wrong = f"{first.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
-                fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
-                raise ValueError(f"{wrong}: {fix}; they differ in {what}")
+            if value == expected:
+                continue
+            what = "the text" if key.endswith("sha256") else key
+            if key == "settings":
+                what = next(setting for setting in (expected | value) if expected.get(setting) != value.get(setting))
+            wrong = f"{first.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
+            fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
+            raise ValueError(f"{wrong}: {fix}; they differ in {what}")
 
 
 @dataclass
 class Arm:
-    """One model and its training, with one or several seeds, at one point of a grid (point "" without a grid).
+    """One model and its training, with one or several seeds, at one point of a grid ("" without a grid).
 
-    name: `arm` and its point. reference: the name of the arm that this arm is compared with; None for a reference.
-    facts: parameters, FLOPs and shape, if an ablation has computed them.
+    name: `arm` and its point. reference: the name of the arm to compare with. facts: parameters, FLOPs, shape (of an ablation).
     """
 
     name: str
@@ -303,12 +295,11 @@ class Arm:
         return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
 
     def results(self, name: str) -> list[dict[str, Any]]:
-        """The results of the evaluation, one per run that has the evaluation and did not diverge."""
+        """The results of the evaluation, one per run that has it and did not diverge."""
         return [results for run in self.runs if (results := run.results(name)) is not None]
 
 
 def trained_tokens(arm: Arm) -> float:
-    """Training tokens of the arm's runs; a run that diverged stopped before."""
     return float(max(run.value("train.tokens") or 0 for run in arm.runs))
 
 
@@ -323,9 +314,7 @@ def arms_of(runs: list[Run]) -> list[Arm]:
         repeated = any(run.seed == other.seed for other in groups.get(key, []))
         groups.setdefault(f"{key} {run.folder}" if repeated else key, []).append(run)
     kept = [[run for run in members if run.finished] or members for members in groups.values()]
-    variants = [members[0].variant for members in kept]
-    names: list[str] = []
-    arms: list[Arm] = []
+    variants, names, arms = [members[0].variant for members in kept], [], []
     for members, kind in zip(kept, variants, strict=True):
         names.append(kind if len(members) > 1 and variants.count(kind) == 1 else _common_label(members))
         name = f"{names[-1]} ({names.count(names[-1])})" if names.count(names[-1]) > 1 else names[-1]
@@ -335,14 +324,11 @@ def arms_of(runs: list[Run]) -> list[Arm]:
 
 
 def _without_seed(run: Run) -> str:
-    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed.
-
-    `dtype` is left out: `auto` means another one on another processor, and seeds may come from several machines.
-    """
+    """A text that is equal for runs that differ only in the seed, the machine's folders, the speed and the dtype."""
     # A run of an older version lacks keys that are null in newer runs.
     config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
     config.pop("data.shard_tokens", None)
-    config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with its own run
+    config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with another run
     return json.dumps(config, sort_keys=True, default=str)
 
 
@@ -355,7 +341,7 @@ def _common_label(runs: list[Run]) -> str:
 
 
 def give_colours(arms: list[Arm]) -> None:
-    """Set each arm's colour (its variant's own colour, or a free colour for other arms) and each point's line style."""
+    """Set each arm's colour (its variant's, or a free one for other arms) and each point's line style."""
     palette: dict[str, str] = {}
     variants = {arm.arm: arm.variant for arm in reversed(arms)}  # of an arm's first point
     for name in dict.fromkeys(arm.arm for arm in arms):
@@ -373,21 +359,13 @@ def ablation_in(folder: Path) -> dict[str, Any]:
     """The results.json of an ablation. ValueError if the folder has none."""
     content = read_json(folder / "results.json")
     if not content or content.get("eval") != "ablation":
-        raise ValueError(f"{folder} has no results.json of an ablation: {NO_ABLATION}")
+        wrong = f"{folder} has no results.json of an ablation"
+        raise ValueError(f"{wrong}: give ablation= a folder that python scripts/ablate.py has written")
     return content
 
 
 def colours_of(arms: list[dict[str, Any]]) -> dict[str, str]:
-    """Name -> colour of the arms in a results.json, the same as in the ablation's own figures."""
+    """Name -> colour of the arms in a results.json, as in the ablation's figures."""
     shown = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
     give_colours(shown)
     return {arm.name: arm.colour for arm in shown}
-
-
-def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
-    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it."""
-    folder = path.parent if path.name == "results.json" else path
-    content = ablation_in(folder)
-    if not (folder / "table.md").is_file():
-        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
-    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

@@ -4,41 +4,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.common import command_of
 from eval.report.measured import EVALUATIONS
 from eval.report.runs import WITH_SE, Arm, Run, ordered
 from eval.report.tables import Row, row_of
 
-ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all
 SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
-TITLES = {
-    "mqar": "Associative recall among distractors",
-    "icl": "In-context learning",
-    "outliers": "Activation outliers",
-    "quantization": "Quantized attention logits",
-    "harness": "Tasks of lm-evaluation-harness",
-}
 
 
 @dataclass
 class Section:
-    """The numbers of one evaluation under their names in the JSON, and the settings that all runs share."""
+    """The numbers of one evaluation, and the settings that all runs share."""
 
     name: str
     rows: list[Row]
     settings: dict[str, Any]
-    left_out: int = 0
 
     @property
     def title(self) -> str:
-        command = command_of(self.name)
-        if command not in TITLES:
-            return self.name.replace("_", " ").capitalize()
-        return TITLES[command] + self.name.removeprefix(command).replace("_", ": ", 1)
+        return self.name.replace("_", " ").capitalize()
 
 
 def sections(arms: list[Arm]) -> list[Section]:
-    """One section for each evaluation that is not in the headline table."""
     names = ordered(name for arm in arms for run in arm.runs if not run.diverged for name in run.evals)
     return [_section(arms, name) for name in names if name not in EVALUATIONS]
 
@@ -55,28 +41,26 @@ def _section(arms: list[Arm], name: str) -> Section:
 
     def row(key: str) -> Row:
         def read(run: Run) -> Any:
-            value, error = values[id(run)].get(key), values[id(run)].get(errors.get(key, ""))
+            value, error = (values[id(run)].get(name) for name in (key, errors.get(key)))
             return value if value is None or error is None else (value, error)
 
         return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
 
     settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
-    return Section(name, list(map(row, shown[:ROWS_SHOWN])), settings, max(0, len(shown) - ROWS_SHOWN))
+    return Section(name, list(map(row, shown)), settings)
 
 
 def _errors(key: str) -> list[str]:
     """The possible names of the standard error of `key`; lm-eval's metrics are METRIC,FILTER."""
     parent, separator, last = key.rpartition(" · ")
-    metric, comma, chosen = key.rpartition(",")
-    beside = [f"{parent}{separator}se"] if last in WITH_SE else []
-    return [*beside, f"{key}_stderr", *([f"{metric}_stderr,{chosen}"] if comma else []), f"{key}_se"]
+    metric, comma, chosen = key.partition(",")
+    return [f"{parent}{separator}se"] * (last in WITH_SE) + [f"{metric}_stderr{comma}{chosen}", f"{key}_se"]
 
 
 def scalars(results: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
     """("a · b", number) of all numbers in nested dicts. Items of a list of dicts are named by their first value ("bits=8").
 
-    Left out are the dict of standard errors, `se`, and what splits up a number that stands under another key: `layers`, and
-    keys that begin with per_ or by_.
+    Left out are the dict of standard errors, `se`, and what splits up another number: `layers`, per_... and by_...
     """
     for key, value in results.items():
         name = f"{path} · {key}" if path else str(key)

@@ -83,12 +83,20 @@ class Difference:
         """Whether zero lies outside of the interval."""
         return self.low is not None and not self.low <= 0 <= self.high
 
+    @property
+    def constant(self) -> bool:
+        """Whether all of several seeds have one difference, which then has neither an interval nor a p."""
+        return self.n > 1 and not self.sd
+
+    @property
+    def resolved(self) -> bool:
+        return self.clear or (self.constant and self.mean != 0)
+
 
 def paired(differences: Sequence[float], **place: Any) -> Difference:
-    """Test whether the mean of paired differences, one per seed, is zero (Student 1908).
+    """Student's paired t test and interval (1908) of differences, one per seed. place: further fields of the Difference.
 
-    low, high: 95 % t interval. p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference that
-    the t test finds in 80 % of such experiments. place: further fields of the Difference.
+    p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference seen in 80 % of such experiments.
     """
     n = len(differences)
     if n == 0 or not all(map(math.isfinite, differences)):
@@ -101,15 +109,13 @@ def paired(differences: Sequence[float], **place: Any) -> Difference:
     if mean and sd < 1e-12 * abs(mean):  # equal differences, as of counts: the t test has no error to judge the mean by
         result.sd = 0.0
         return result
-    se = sd / math.sqrt(n)
     half = t_quantile(1 - LEVEL / 2, n - 1) * sd / math.sqrt(n)
-    result.p = 2 * float(stats.t.cdf(-abs(mean) / se, n - 1)) if sd else 1.0
+    result.p = 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)) if sd else 1.0
     result.sd, result.low, result.high, result.detectable = sd, mean - half, mean + half, sd * detectable_effect(n)
     return result
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation (None for one value)."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -119,10 +125,7 @@ def t_quantile(p: float, df: float) -> float:
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Exact two-sided p: the share of all 2^n sign flips whose mean is at least as far from 0 (Fisher 1935).
-
-    The test assumes only that differences are symmetric about 0 if the arms are equal. Its p is at least 2^(1-n).
-    """
+    """Exact two-sided p: the share of all 2^n sign flips whose mean is at least as far from 0 (Fisher 1935)."""
     d = np.asarray(differences, dtype=np.float64)
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))  # (2^n, n)
     slack = 1e-12 * np.abs(d).sum()  # the sums of equal sets of numbers differ by rounding
@@ -130,7 +133,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values corrected for several tests, in the order given (Holm 1979), which limit the chance of any false finding."""
+    """p values corrected for several tests (Holm 1979), in the order given."""
     adjusted = np.empty(len(ps))
     adjusted[np.argsort(ps)] = np.maximum.accumulate(np.sort(ps) * np.arange(len(ps), 0, -1)).clip(max=1)
     return adjusted.tolist()
@@ -185,9 +188,6 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
 
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:
-    """Number of losses more than `over` nats above the median of the losses before them, at most `window` of them.
-
-    The first 10 losses have too few before them to count.
-    """
+    """How many losses, from the 11th on, are more than `over` nats above the median of the `window` losses before them."""
     before = ((loss, losses[max(0, i - window) : i]) for i, loss in enumerate(losses) if i >= 10)
     return sum(loss > statistics.median(earlier) + over for loss, earlier in before)

@@ -28,7 +28,7 @@ LOSSES = {  # row of the headline table -> metric path
 READINGS = {  # of attention_noise -> how its masses are normalised
     "signed": "masses summed over layers, then divided by the summed row sums",
     "absolute": "",
-    "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
+    "signed_per_layer": "each layer divided by its row sum, then averaged over layers",
 }
 # The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
@@ -44,7 +44,7 @@ HEADLINES = {
 class Cell:
     """An arm's value: of one run, with its standard error over samples if known, or the mean and sd over seeds.
 
-    values: one per run of the arm, None where not measured. value None: not measured in any run.
+    values: one per run, None where not measured.
     """
 
     value: float | str | None
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """A line of a table with one cell per arm. better: "lower", "higher", or "" for neither. hint: a remark under the name."""
+    """A line of a table, a cell per arm. better: "lower", "higher" or "". hint: a remark under the name."""
 
     group: str
     name: str
@@ -70,23 +70,22 @@ class Row:
 
 
 def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = THREE, better: str = "", hint: str = "") -> Row:
-    """A row of the values that `read` returns for each run."""
     seeds = any(arm.several for arm in arms)
     return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better, hint)
 
 
 def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
     """The cell of one arm. seeds: some arm has several seeds, so ± is over seeds in the whole table."""
-    values = [reading[0] if isinstance(reading, tuple) else reading for reading in readings]
+    pairs = [reading if isinstance(reading, tuple) else (reading, None) for reading in readings]
+    values, errors = map(list, zip(*pairs, strict=True))
     measured = [value for value in values if value is not None]
     show = shown if callable(shown) else shown.format
     if not measured:
         return Cell(None, text="not measured", values=values)
     if isinstance(measured[0], str):
         return Cell(measured[0], text=", ".join(dict.fromkeys(measured)), values=values)
-    text = show(measured[0])
+    text, se = show(measured[0]), errors[0]
     if len(values) == 1:
-        se = readings[0][1] if isinstance(readings[0], tuple) else None
         return Cell(measured[0], se, text if seeds or se is None else f"{text} ± {show(se)}", values=values)
     mean, sd = mean_sd(measured)
     text = text if len(set(measured)) == 1 else f"{show(mean)} ± {show(sd)}"
@@ -94,7 +93,7 @@ def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
 
 
 def at(path: str) -> Read:
-    """A reader of the number at the metric path `path` (Run.value), with its standard error where the run has one."""
+    """A reader of the number at the path `path` (Run.value), with its standard error where there is one."""
 
     def read(run: Run) -> Any:
         value, se = run.value(path), run.error(path)
@@ -128,19 +127,12 @@ def headline_table(arms: list[Arm]) -> list[Row]:
         rows.append(row("Loss", name, at(path), shown, "lower", hints.get(path, "")))
     rows += _needle_rows(arms)
     for reading, hint in READINGS.items():
-        words, path = reading.replace("_", " "), f"attention_noise.{reading}.mean"
-        rows.append(row("Attention", f"attention to the answer, {words}", at(f"{path}.answer"), better="higher", hint=hint))
-        rows.append(row("Attention", f"attention noise, {words}", at(f"{path}.noise"), better="lower", hint=hint))
+        for what, key, better in (("attention to the answer", "answer", "higher"), ("attention noise", "noise", "lower")):
+            read = at(f"attention_noise.{reading}.mean.{key}")
+            rows.append(row("Attention", f"{what}, {reading.replace('_', ' ')}", read, better=better, hint=hint))
     rows.append(row("Attention", "entropy of an attention row (nats)", at("attention_noise.entropy.mean")))
     rows.append(row("Attention", "negative share of the absolute mass", at("attention_noise.negative.mean")))
-    rows.append(row("Attention", "share of heads that are sinks", _sinks))
     return [row for row in rows if any(cell.n for cell in row.cells)]
-
-
-def _sinks(run: Run) -> Any:
-    """The share of sinks, with its standard error, in the longest windows that were measured."""
-    lengths = (run.results("attention_noise") or {}).get("sink") or {}
-    return at(f"attention_noise.sink.{max(lengths, key=int, default='none')}.share")(run)
 
 
 def _needle_rows(arms: list[Arm]) -> list[Row]:
@@ -156,19 +148,16 @@ def _needle_rows(arms: list[Arm]) -> list[Row]:
         return row_of(arms, "Needle", name, read, better="higher")
 
     rows = []
-    for needles, asked in kinds:
-        name = f"needle accuracy, N={needles}" + (f", R={asked}" if needles > 1 else "")
-        rows.append(row(name, "accuracy", (needles, asked)))
+    for needles, queries in kinds:
+        of = f", R={queries}"
+        rows.append(row(f"needle accuracy, N={needles}{of if needles > 1 else ''}", "accuracy", (needles, queries)))
         if needles > 1:
-            several = sum(other == needles for other, _ in kinds) > 1  # other numbers are asked of as many needles
-            name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
-            rows.append(row(name, "rank_accuracy", (needles, asked)))
+            several = sum(other == needles for other, _ in kinds) > 1  # R differs among as many needles
+            rows.append(row(f"needle ranked first of {needles}{of if several else ''}", "rank_accuracy", (needles, queries)))
     return rows
 
 
 def trained_on(arms: list[Arm]) -> str:
-    """The text of the training loss, in words."""
-
     def of(data: dict[str, Any]) -> str:
         weight = (data.get("retrieval") or {}).get("weight", 0)
         text = "generated questions" if data["source"] == "mqar" else "the training text"
@@ -178,7 +167,6 @@ def trained_on(arms: list[Arm]) -> str:
 
 
 def held_out(run: Run) -> str:
-    """The text of the validation loss, in words."""
     data = run.config["data"]
     return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {text_read(data)[0]}, text alone"
 
@@ -215,13 +203,14 @@ def _verdict(headlines: list[Difference]) -> str:
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
-        fewer, same = f"n = {one.n}" if one.n < n else "", one.n > 1 and not one.sd
-        if one.clear or (same and one.mean):  # equal differences have no spread, so no interval and no p
+        fewer = [f"n = {one.n}"] if one.n < n else []
+        if one.resolved:
             worse = "worse" if (one.mean > 0) == (one.better == "lower") else "better"
-            clear.append(f"{HEADLINES[one.metric]} {minus(one.text)}, {worse}{fewer and f' ({fewer})'}")
+            clear.append(", ".join([f"{HEADLINES[one.metric]} {minus(one.text)}", worse, *fewer]))
         else:
-            least = "the difference is the same in every seed" if same else f"{one.detectable:.3g}" if one.sd else ""
-            unclear.append(f"{HEADLINES[one.metric]} ({', '.join(filter(None, (least, fewer)))})")
+            same = "the difference is the same in every seed"
+            least = [same] if one.constant else [f"{one.detectable:.3g}"] if one.sd else []
+            unclear.append(f"{HEADLINES[one.metric]} ({', '.join(least + fewer)})")
     sentences = [f"{'; '.join(clear)}."] if clear else []
     if unclear:
         sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(unclear)}.")
@@ -240,12 +229,10 @@ def si(value: float) -> str:
 
 
 def minus(text: str) -> str:
-    """Typeset minus signs."""
     return text.replace("-", "−")
 
 
 def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
-    """The headline table as text, its header first."""
     return [["", *(arm.title for arm in arms)]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
 
 
@@ -264,6 +251,5 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
-    """A table for the terminal."""
     first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in lines)

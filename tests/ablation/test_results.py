@@ -139,7 +139,7 @@ def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None
     rows = fit_rows(fits)
     assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
     paths = draw_ablation(tmp_path / "figures", Pooled(comparison, {}, horizons=False), fits)
-    assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
+    assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
     # A partial grid with one size has a table without fits.
     comparison = Comparison(arms[:2], METRICS)

@@ -6,8 +6,9 @@ import pytest
 from scipy import stats
 
 from ablation.results import draw_ablation
+from eval.report import figures
 from eval.report.grid import Comparison
-from eval.report.pooled import PAIR_NOTE, TOO_FEW, Pooled, profile
+from eval.report.pooled import ABOUT, TOO_FEW, Pooled, parts_table, profile
 from eval.report.runs import Arm
 from eval.report.statistics import holm, p_text, paired
 from tests.ablation.test_results import METRICS, make_arms
@@ -20,15 +21,15 @@ EARLY_LATE = {"1-3": 0.5, "4-7": 2.0}  # of an arm's difference: what stands at 
 @pytest.fixture
 def arms(tmp_path: Path) -> list[Arm]:
     """Three arms after one and two units of tokens; the difference at late positions is four times that at early ones."""
-    found = make_arms(tmp_path, TRUTH, points=("short", "long"))
-    first = {arm.point: [run.value("perplexity.loss") for run in arm.runs] for arm in found if arm.arm == "baseline"}
-    for arm in found:
+    made = make_arms(tmp_path, TRUTH, points=("short", "long"))
+    first = {arm.point: values_of(arm) for arm in made if arm.arm == "baseline"}
+    for arm in made:
         for run, base in zip(arm.runs, first[arm.point], strict=True):
             results = run.evals["perplexity"]["results"]
             results["by_octave"] = {key: base + part * (results["loss"] - base) for key, part in EARLY_LATE.items()}
             results["by_octave"]["none"] = None
             run.train[-1]["tokens"] *= 1 + (arm.point == "long")
-    return found
+    return made
 
 
 def columns(table: str) -> list[str]:
@@ -45,18 +46,17 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     assert columns(flops) == ["arm less baseline-long, equal FLOPs", "n", "valid", "half"]
     assert columns(parts) == ["part", "arms", "n", "valid", "half"]
     assert len(pooled.tables("short")) == 2  # nothing is taken beyond an arm's first point
-    *by_seed, note = pooled.by_seed()
+    by_seed = pooled.by_seed()
     assert [columns(table)[:4] for table in by_seed] == [["part by seed", "arms", "metric", "seed 1"]] * 2
-    assert by_seed[1].count("diff-long - lambda0-long") == len(("valid", "half")) and "p, alone" in note
+    assert by_seed[1].count("diff-long - lambda0-long") == len(("valid", "half"))
     mixed = pooled.as_json()["mixed"]
     assert list(mixed) == ["valid", "half", "valid, equal FLOPs", "half, equal FLOPs"]
     equal = {metric: mixed[f"{metric}, equal FLOPs"]["long"]["effects"]["diff-long"]["mean"] for metric in ("valid", "half")}
     # Half way between the baseline's loss plus the difference at both points, which lie 0.3 apart.
     assert equal["valid"] == pytest.approx(-0.1 + 0.15, abs=0.1) and equal["half"] == pytest.approx(-0.05 + 0.15, abs=0.1)
     assert equal["half"] - equal["valid"] == pytest.approx(0.05, abs=2e-3)
-    assert sum("equal" in remark.lower() for remark in pooled.remarks()) == 1
-    drawn = pooled.draw(tmp_path, "half", " (nats)")
-    assert [path.name for path in drawn] == ["gap_half.png", "pairs_half.png"] and all(path.is_file() for path in drawn)
+    (drawn,) = pooled.draw(tmp_path, "half", " (nats)")
+    assert drawn.name == "gap_half.png" and drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None:
@@ -64,14 +64,13 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
     metrics = METRICS | {"early": "perplexity.by_octave.1-3"}
     pooled = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
     _, alike, _, parts_alike = pooled.tables("long")
-    assert "FLOPs" not in " ".join(pooled.remarks())
     assert columns(alike) == ["arm less baseline-long, equal early", "n", "valid"]
     assert columns(parts_alike) == ["part, equal early", "arms", "n", "valid"]
-    found = pooled.as_json()
-    assert list(found["mixed"]) == ["valid", "early", "valid, equal early"] and "valid, equal early" in found["pairs"]
+    content = pooled.as_json()
+    assert list(content["mixed"]) == ["valid", "early", "valid, equal early"] and "valid, equal early" in content["pairs"]
     model = pooled.models["valid, equal early"]["long"]
     assert model.slope is not None and model.bartlett_p is None
-    assert "Equal early" in " ".join(pooled.remarks()) and any("valid, equal early" in note for note in pooled.notes())
+    assert any("valid, equal early" in note for note in pooled.notes())
     for arm in arms:
         del arm.runs[1:]
     alone = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
@@ -89,22 +88,16 @@ def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: 
     assert list(pooled.models) == list(pooled.pairs) == [*metrics, "Others, equal AR-Hit"]
 
 
-def test_a_profile_compares_all_numbers_under_a_key(arms: list[Arm], tmp_path: Path) -> None:
-    found = profile(arms, "perplexity.by_octave", PAIRS)
-    table, parts = found.tables("long")
+def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(arms: list[Arm]) -> None:
+    octaves = profile(arms, "perplexity.by_octave", PAIRS)
+    table, _ = octaves.tables("long")
     assert columns(table) == ["arm less baseline-long", "n", *EARLY_LATE]
     for octave, part in EARLY_LATE.items():
-        effects = found.models[octave]["long"].effects
+        effects = octaves.models[octave]["long"].effects
         for arm in ("diff", "lambda0"):
             assert effects[f"{arm}-long"].mean == pytest.approx(part * TRUTH[arm], abs=4e-3)
-        (subtraction,) = (pair for pair in found.pairs[octave] if pair.point == "long")
+        (subtraction,) = (pair for pair in octaves.pairs[octave] if pair.point == "long")
         assert subtraction.mean == pytest.approx(part * -0.06, abs=4e-3)
-    drawn = found.draw_profile(tmp_path, "books by position", "long", " (nats)")
-    assert [path.name for path in drawn] == ["profile_books_by_position.png", "profile_pairs_books_by_position.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-
-
-def test_a_profile_uses_the_runs_that_have_its_numbers(arms: list[Arm]) -> None:
     for arm in arms:
         del arm.runs[0].evals["perplexity"]["results"]["by_octave"]  # as of a run of older code
     assert profile(arms, "perplexity.by_octave", PAIRS).models["1-3"]["long"].effects["diff-long"].n == 3
@@ -113,31 +106,6 @@ def test_a_profile_uses_the_runs_that_have_its_numbers(arms: list[Arm]) -> None:
             run.evals["perplexity"]["results"].pop("by_octave", None)
     assert profile(arms, "perplexity.by_octave", PAIRS) is None
     assert profile(arms, "perplexity.loss", PAIRS) is None
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
-    """(differences, ticks) of the figures that are drawn instead."""
-    calls = []
-    monkeypatch.setattr("eval.report.pooled.draw_gap", lambda path, placed, ticks, *labels: calls.append((placed, ticks)) or [])
-    return calls
-
-
-def test_a_line_has_the_arms_colour_and_an_arm_that_diverged_moves_no_point(
-    arms: list[Arm], tmp_path: Path, drawn: list
-) -> None:
-    arms[1].colour = arms[4].colour = "#123456"
-    pooled = Pooled(Comparison(arms, METRICS), PAIRS, horizons=True)
-    pooled.draw(tmp_path, "valid", "")
-    (of_arms, ticks), (of_parts, _) = drawn
-    assert [(name, colour) for name, colour, *_ in of_arms] == [("diff", "#123456"), ("lambda0", arms[2].colour)] * 2
-    assert {colour for _, colour, *_ in of_parts} == {None} and of_parts[0][2] < of_parts[1][2]
-    assert of_arms[0][-1] is pooled.models["valid"]["short"].effects["diff-short"]
-    for run in arms[2].runs + arms[5].runs:  # before its first logged loss
-        run.train.clear()
-        run.diverged = "the loss is nan at step 1"
-    Pooled(Comparison(arms, METRICS), PAIRS, horizons=True).draw(tmp_path, "valid", "")
-    assert drawn[2][1] == ticks and len(ticks) == 2
 
 
 def values_of(arm: Arm) -> list[float]:
@@ -193,29 +161,41 @@ def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:
     assert pairs_of(arms[:3], parts).pairs["valid"][0].p_equal is None
 
 
-@pytest.mark.parametrize(("seeds", "pooled"), ((2, False), (3, True)))
-def test_table_and_figure_have_one_interval(seeds: int, pooled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seeds", "enough"), ((2, False), (3, True)))
+def test_table_and_figure_have_one_interval(seeds: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seeds of three arms have paired intervals and nothing bold, and the table says so; three seeds have the model's."""
-    found = Comparison(make_arms(tmp_path, TRUTH, seeds=seeds), METRICS)
-    one = Pooled(found, {"subtraction": PAIRS["subtraction"]}, horizons=False)
-    drawn: dict = {}
+    comparison, drawn = Comparison(make_arms(tmp_path, TRUTH, seeds=seeds), METRICS), {}
+    pooled = Pooled(comparison, {"subtraction": PAIRS["subtraction"]}, horizons=False)
     monkeypatch.setattr("ablation.results.draw_differences", lambda path, arms, panels: drawn.update(panels))
-    draw_ablation(tmp_path / "figures", one, None)
-    tables = "\n".join(one.tables(""))
-    assert ("**" in tables, TOO_FEW in one.remarks(), PAIR_NOTE in one.remarks()) == (pooled, not pooled, pooled)
+    draw_ablation(tmp_path / "figures", pooled, None)
+    tables = "\n".join(pooled.tables(""))
+    assert ("**" in tables, pooled.remarks()) == (enough, [ABOUT if enough else TOO_FEW])
     for difference in drawn["valid"]:
         shown = f"({difference.low:+.4f} to {difference.high:+.4f})"
-        assert shown in tables if pooled else shown[1:-1] in " ".join(map(" ".join, found.lines()))
+        assert shown in tables if enough else shown[1:-1] in " ".join(map(" ".join, comparison.lines()))
+
+
+def test_the_forest_has_the_paired_intervals_of_its_table(
+    arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"subtraction": ["diff", "lambda0"], "rest": ["lambda0", "baseline"]}
+    alone, lines = pairs_of(arms, parts).alone("valid"), []
+    monkeypatch.setattr(figures, "_draw_differences", lambda ax, shown, labels: lines.extend(shown))
+    figures.draw_forest(tmp_path / "forest.png", {"books": alone})
+    rows = parts_table(alone, "part")[1:]
+    for (_, one, colour), row, (arm, other) in zip(lines, rows, ((4, 5), (5, 3)), strict=True):
+        differences = [a - b for a, b in zip(values_of(arms[arm]), values_of(arms[other]), strict=True)]
+        assert (one.mean, one.low, one.high) == tuple(paired(differences).numbers("mean", "low", "high").values())
+        assert row[-1] == f"**{one.mean:+.4f} ({one.low:+.4f} to {one.high:+.4f})**" and colour == "#0072B2"
+    assert [one.p_holm for one in alone] == holm([one.p for one in alone])
 
 
 def test_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:
-    assert pairs_of(arms).remarks()[1:] == [
-        PAIR_NOTE, "Without a row, because an arm is missing or has no number for a common seed: gate (gated - baseline).",
-    ]  # fmt: skip
-    assert pairs_of(arms, {}).remarks()[1:] == []
+    absent = "Without a row, because an arm is missing or has no number for a common seed: gate (gated - baseline)."
+    assert pairs_of(arms).remarks() == [ABOUT, absent] and pairs_of(arms, {}).remarks() == [ABOUT]
 
 
-def test_one_seed_gives_a_difference_without_a_claim(arms: list[Arm], tmp_path: Path, drawn: list) -> None:
+def test_one_seed_gives_a_difference_without_a_claim(arms: list[Arm]) -> None:
     for arm in arms:
         del arm.runs[1:]
     pooled = pairs_of(arms)
@@ -225,5 +205,3 @@ def test_one_seed_gives_a_difference_without_a_claim(arms: list[Arm], tmp_path: 
     (table,) = pooled.tables("short")
     assert table.splitlines()[2] == f"| subtraction | diff-short - lambda0-short | 1 | {pair.mean:+.4f} |"
     assert pooled.by_seed() == [] and pooled.as_json()["mixed"] == {"valid": {}}
-    pooled.draw_profile(tmp_path, "one", "short", "")
-    assert [placed for placed, _ in drawn] == [[], [("subtraction", None, 0, pair)]]

@@ -1,6 +1,8 @@
 """eval/report on run folders: what the page holds."""
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -8,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval import perplexity
 from eval.report import __main__ as report
 from eval.report import figures
 from eval.report.gallery import drawn_by
@@ -24,27 +25,45 @@ def listed(folders: list[Path]) -> str:
     return f"runs=[{','.join(map(str, folders))}]"
 
 
-def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path):
-    runs, out = [evaluated("one", "b"), evaluated("two", "d")], tmp_path / "pages" / "report.html"
-    capsys.readouterr()
-    call(report, f"runs=[{runs[0]},{runs[1]}]", f"out={out}")
-    page = out.read_text()
+def test_the_page_is_whole_and_self_contained_and_goes_to_wandb(evaluated, call, refused, capsys, monkeypatch, tmp_path):
+    runs, out, stub = [evaluated("one", "b"), evaluated("two", "d")], tmp_path / "pages" / "report.html", WandbStub()
+    assert "off, online or offline" in refused(report, listed(runs), f"out={out}", "wandb=on") and not out.exists()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    call(report, listed(runs), f"out={out}", "wandb=offline")
+    page, printed = out.read_text(), capsys.readouterr().out
     assert "<h1>Baseline and diff: loss" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
-    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
+    assert len(sources) == 1 + 1 + 2 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
-    verdict, question, table = (page.index(text) for text in ("<b>Not resolved</b>", "One question", '<table class="arms">'))
-    assert verdict < question < page.index('href="report_viewer.html"') < table
-    assert 'href="report_viewer.html"' in page and (out.parent / "report_viewer.html").stat().st_size > 100_000
-    assert "Differences" not in page  # of one seed each
-    assert 'href="' in page and "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
-    assert "not measured" not in page
+    places = [page.index(text) for text in ("<b>Not resolved</b>", 'href="report_viewer.html"', '<table class="arms">')]
+    assert places == sorted(places) and (out.parent / "report_viewer.html").stat().st_size > 100_000
+    assert "Differences" not in page and "not measured" not in page  # of one seed each
+    assert "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
     assert len(list((out.parent / "figures").glob("*.png"))) == len(sources)
     content = json.loads(out.with_suffix(".json").read_text())
-    assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"]
-    assert {"machine", "version", "results", "verdicts"} <= content.keys()
-    printed = capsys.readouterr().out
+    assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"] and content.keys() >= {"machine", "verdicts"}
+    cells = {row["name"]: row["cells"][0] for row in content["results"]}
+    results = content["runs"][0]["evals"]["perplexity"]["results"]
+    assert cells["parameters in total"]["text"] == "20k" and cells["tokens"]["value"] == 2560
+    assert cells["training loss, last tenth"]["value"] == pytest.approx(5.2)
+    assert cells["bits per byte"]["value"] == results["bits_per_byte"]
+    assert cells["test loss (nats per token)"]["text"] == f"{results['loss']:.3f} ± {results['se']:.3f}"
     assert "needle accuracy, N=1" in printed and str(out) in printed and "note" not in printed
+    (started,) = stub.started
+    assert (started["job_type"], started["group"], started["mode"]) == ("report", "runs", "offline")
+    assert started["dir"] == out.parent and started["config"] == {"runs": ["one", "two"]}
+    ((name, files_sent),) = stub.artifacts.items()
+    assert name == "report-runs" and all(Path(path).is_file() for path in files_sent.values())
+    of_report = {"report.html", "report.json", "report.md", "report_viewer.html", "figures/loss.png"}
+    assert of_report | {"runs/one/eval/needle.json", "runs/one/figures/needle.png", "runs/one/config.yaml"} <= files_sent.keys()
+    assert stub.logged[0] == "report" and stub.logged[-1] == "finished"
+    assert stub.logged[1]["report"] == ("html", str(out)) and "figures/loss" in stub.logged[1]
+    assert stub.summary["one/validation loss, end of training"] == 5.3
+
+
+def needle_results(accuracy: float) -> dict:
+    pair = {"needles": 1, "asked": 1, "samples": 2, "accuracy": accuracy, "se": 0.1}
+    return {"accuracy": 0.5, "pairs": [pair | {"rank_accuracy": None}], "cells": [pair | {"length": 160, "depth": 0.5}]}
 
 
 def test_the_sentence_about_the_runs_names_processors_and_dtypes(make_run):
@@ -53,25 +72,6 @@ def test_the_sentence_about_the_runs_names_processors_and_dtypes(make_run):
     runs[1].facts |= {"machine": {"cpu": "B", "gpu": "none", "torch": "2.13.0"}, "dtype": "bfloat16"}
     assert "; A, torch 2.13.0, float32 / B, torch 2.13.0, bfloat16; code " in compared(runs)
     assert any("trained in bfloat16 (1) and float32 (1)" in note for note in notes(runs, [Arm("both", runs=runs)]))
-
-
-def test_table_holds_the_numbers(evaluated):
-    run = read_run(evaluated("one"))
-    cells = {row.name: row.cells[0] for row in headline_table([Arm("one", runs=[run])])}
-    assert cells["parameters in total"].text == "20k" and cells["tokens"].value == 2560
-    assert cells["training loss, last tenth"].value == pytest.approx(5.2)
-    assert cells["validation loss, end of training"].value == 5.3
-    measured = json.loads((run.folder / "eval" / "perplexity.json").read_text())["results"]
-    assert cells["bits per byte"].value == measured["bits_per_byte"]
-    assert cells["test loss (nats per token)"].text == f"{measured['loss']:.3f} ± {measured['se']:.3f}"
-
-
-def test_runs_without_any_evaluation_have_their_curves(make_run, call, capsys, tmp_path):
-    runs = [make_run("one", "b"), make_run("two", "d")]
-    call(report, f"runs=[{runs[0]},{runs[1]}]", f"out={tmp_path / 'r.html'}", "viewer=false")
-    assert "one has no perplexity, needle, attention_noise: run python -m eval.perplexity" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["loss.png"]
-    assert "Loss during training</h3>" in (tmp_path / "r.html").read_text()
 
 
 def test_names_are_never_markup(make_run, call, tmp_path):
@@ -96,7 +96,7 @@ def test_long_names_are_shortened_and_stand_once_in_full(make_run, call, capsys,
     assert page.count(f'<td class="name">diff-lr1e-3-{long}-s1</td>') == 1
 
 
-def test_runs_are_found_in_a_folder_and_by_a_glob(tmp_path):
+def test_runs_are_read_from_a_folder_and_by_a_glob(tmp_path):
     for name in ("x/diff", "x/baseline", "x/figures", "y/one"):
         (tmp_path / name).mkdir(parents=True)
         if "figures" not in name:
@@ -106,10 +106,21 @@ def test_runs_are_found_in_a_folder_and_by_a_glob(tmp_path):
     assert report.run_folders([f"{tmp_path}/y/one", f"{tmp_path}/none*"]) == [f"{tmp_path}/y/one", f"{tmp_path}/none*"]
 
 
-def test_figures_that_cannot_be_written_are_refused(make_run, refused, tmp_path):
-    (tmp_path / "figures").touch()
+@pytest.mark.parametrize(
+    ("name", "code", "fix"),
+    (("figures/loss.png", errno.ENOSPC, "free some space"), ("r.html", errno.EIO, "copy the file to another one")),
+)
+def test_a_failing_disk_is_one_line_that_names_the_file_and_the_fix(make_run, refused, monkeypatch, tmp_path, name, code, fix):
+    real = os.fsync
+
+    def fails(file):
+        if Path(f"/proc/self/fd/{file}").readlink().name.startswith(f".{Path(name).name}."):
+            raise OSError(code, os.strerror(code))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fails)
     reason = refused(report, f"runs=[{make_run('one')}]", f"out={tmp_path / 'r.html'}", "viewer=false")
-    assert "figures is not a folder that can be written" in reason and "use out=FOLDER/report.html" in reason
+    assert str(tmp_path / name) in reason and fix in reason
 
 
 def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
@@ -117,10 +128,10 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     better = {seed: loss - 0.10 - 0.001 * seed for seed, loss in losses.items()}
     folders = seeded("b", losses) + seeded("d", better) + seeded("i", {1: 2.01, 2: 2.08, 3: 2.2})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    found = differences(arms, headline_table(arms))
-    diff, introspective = verdicts(arms, found)
+    less = differences(arms, headline_table(arms))
+    diff, introspective = verdicts(arms, less)
     assert diff.startswith("diff compared with baseline (n = 3 seeds): test loss −0.1020 [−0.1045, −0.0995], better.")
-    (none,) = [c for c in found if c.arm == "introspective" and c.metric.startswith("test loss")]
+    (none,) = [c for c in less if c.arm == "introspective" and c.metric.startswith("test loss")]
     assert "No difference detected" in introspective and f"test loss ({none.detectable:.3g})" in introspective
     assert "There is only one arm" in verdicts(arms[:1], [])[0]
     one = arms_of(read_runs([str(folder) for folder in (folders[0], folders[3])]))
@@ -128,12 +139,10 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
 
 
-def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_said(seeded, call, tmp_path):
+def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_named(seeded, call, tmp_path):
     arms = [seeded("b", {1: 2.0, 2: 2.1}), seeded("d", {1: 1.9, 2: 2.0}), seeded("i", {1: 1.9, 2: 2.0})]
     for folder in (*arms[0], *arms[1]):
-        pairs = [{"needles": 1, "asked": 1, "accuracy": float(folder in arms[1]), "se": 0.1, "rank_accuracy": None}]
-        cell = {"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}
-        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": [cell]})
+        further(folder, "needle", needle_results(float(folder in arms[1])))
     call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
     _, _, shown = (tmp_path / "r.html").read_text().split("<summary>Differences as numbers")  # of losses, of retrieval
     assert '<td class="missing">not measured</td>' in shown
@@ -142,18 +151,16 @@ def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_said(se
     assert "needle accuracy" not in other
 
 
-def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call, capsys, tmp_path):
-    whole, part = evaluated("whole"), make_run("part", "d")
-    call(perplexity, f"run={part}", "tokens=640")
+def test_what_is_not_measured_or_not_finished_is_named(seeded, make_run, call, capsys, tmp_path):
+    (whole,), part = seeded("b", {1: 2.0}), make_run("part", "d")
     edit(part / "config.yaml", "steps", 9)
-    capsys.readouterr()
-    call(report, f"runs=[{whole},{part}]", f"out={tmp_path / 'r.html'}", "viewer=false")
+    call(report, listed([whole, part]), f"out={tmp_path / 'r.html'}", "viewer=false")
     printed = capsys.readouterr().out
     assert "part is not finished, at step 4 of 9" in printed
-    assert "part has no needle, attention_noise: run python -m eval.needle" in printed
+    assert "baseline-s1 has no needle, attention_noise: run python -m eval.needle" in printed
     cells = [cell for row in json.loads((tmp_path / "r.json").read_text())["results"] for cell in row["cells"]]
     missing = sum(cell["value"] is None for cell in cells)
-    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == missing >= 5
+    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == missing >= 3
 
 
 def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsys, tmp_path):
@@ -167,16 +174,16 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     assert (cell.value, cell.sd, cell.values) == (pytest.approx(32 / 15), pytest.approx(sd), [2.0, 2.1, 2.3])
     assert cell.text == f"2.133 ± {sd:.3f}" and rows["tokens"].cells[0].text == "2.56k"
     assert rows["seed"].cells[1].text == "3, 1, 2"
-    (found,) = [c for c in differences(arms, list(rows.values())) if c.metric == "test loss (nats per token)"]
+    (less,) = [c for c in differences(arms, list(rows.values())) if c.metric == "test loss (nats per token)"]
     by_seed = [-0.10, -0.04, -0.05]
     half = 4.302653 * np.std(by_seed, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
     mean = np.mean(by_seed)
-    assert list(found.by_seed.values()) == pytest.approx(by_seed) and (found.n, list(found.by_seed)) == (3, [1, 2, 3])
-    assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
+    assert list(less.by_seed.values()) == pytest.approx(by_seed) and (less.n, list(less.by_seed)) == (3, [1, 2, 3])
+    assert (less.mean, less.low, less.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
     capsys.readouterr()
     call(report, listed(folders), f"out={out}")
     page, printed = out.read_text(), capsys.readouterr().out
-    for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "2 arms"):
+    for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "arms: 2"):
         assert text in printed
     assert f"{mean:.4f}".replace("-", "−") in page and "standard deviation over the seeds" in page
     assert page.count("Differences, paired by seed") == 1
@@ -191,7 +198,7 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     assert "| difference to baseline [95 % interval] | diff |" in out.with_suffix(".md").read_text()
 
 
-def test_a_half_finished_seed_is_left_out_and_said(seeded, call, capsys, tmp_path):
+def test_a_half_finished_seed_is_left_out_and_named(seeded, call, capsys, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.2, 3: 9.9})
     lines = (folders[2] / "metrics.jsonl").read_text().splitlines()[:3]
     (folders[2] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -208,7 +215,7 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     for i, folder in enumerate(folders):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
         further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
-        further(folder, "quantization_of", {"loss": 1.0})  # its figure stands in its own section
+        further(folder, "quantization_of", {"loss": 1.0})  # its figure stands in another section
     filtered = {"exact_match,strict-match": 0.4, "exact_match_stderr,strict-match": 0.05}
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
@@ -228,11 +235,10 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
     page = (tmp_path / "r.html").read_text()
     assert "On essays&lt;1&gt;.txt." in page and "(<code>python -m eval.perplexity</code>)</p>" in page
-    assert "Quantized attention logits</h2>" in page and "Tasks of lm-evaluation-harness</h2>" in page
-    assert page.count('alt="Quantized attention logits, ') == 2
+    assert "Quantization</h2>" in page and page.count('alt="Quantization, ') == 2
     content = json.loads((tmp_path / "r.json").read_text())["differences"]
-    (found,) = [d for d in content if d["name"] == "bits=4 · loss_change"]
-    assert found["differences"] == pytest.approx([2.0, 2.0])
+    (less,) = [d for d in content if d["name"] == "bits=4 · loss_change"]
+    assert less["differences"] == pytest.approx([2.0, 2.0])
 
 
 def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_path):
@@ -247,10 +253,8 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
 
 def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
-    cells = [{"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}]
     for i, folder in enumerate(folders):
-        pairs = [{"needles": 1, "asked": 1, "accuracy": 0.5 + i / 10, "se": 0.1, "rank_accuracy": None}]
-        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": cells})
+        further(folder, "needle", needle_results(0.5 + i / 10))
         further(folder, "quantization", {"bits": [{"bits": 8, "loss_change": 0.1 * i}]})
     for folder in folders[2:]:  # the whole arm
         further(folder, "icl", {"accuracy": 0.5})
@@ -266,7 +270,7 @@ def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path
     page = (tmp_path / "r.html").read_text()
     assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
     assert 'length, baseline"' in page and 'length, diff"' not in page
-    assert 'alt="Quantized attention logits, diff"' not in page
+    assert 'alt="Quantization, diff"' not in page
 
 
 def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
@@ -286,23 +290,6 @@ def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
     assert caption in " ".join((tmp_path / "r.html").read_text().split())
 
 
-def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
-    run, folder, out = evaluated("one"), tmp_path / "ablate", tmp_path / "r.html"
-    (folder / "figures").mkdir(parents=True)
-    assert "python scripts/ablate.py" in refused(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}")
-    (folder / "results.json").write_text(json.dumps({"eval": "ablation", "run": "main", "results": {}}))
-    rows = ("base | 3 | 4.1 | ", "a<b | 3 |  | 0.01", "bold | 3 | **+0.04 (+0.01 to +0.08)** | 0.01")
-    table_text = "| arm | n | valid | p |\n| --- | ---: | ---: | ---: |\n" + "".join(f"| {row} |\n" for row in rows)
-    (folder / "table.md").write_text(f"**main, untuned**\n\n{table_text}\nSeeds 1, 2, 3.\n")
-    shutil.copy(run / "figures" / "perplexity.png", folder / "figures" / "loss.png")
-    call(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}", "viewer=false")
-    page = out.read_text()
-    assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
-    assert '<p class="caption">main, untuned</p>' in page
-    assert "<td><b>+0.04 (+0.01 to +0.08)</b></td>" in page and "**" not in page.split("Ablation: main</h2>")[1]
-    assert '<tr><th scope="row">a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>' in page
-
-
 def watch(folder: Path, values: dict[str, list[float]]) -> None:
     """Add lines of the monitor at steps 0, 2 and 4; values: key -> its three."""
     lines = [
@@ -314,14 +301,13 @@ def watch(folder: Path, values: dict[str, list[float]]) -> None:
 
 
 def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_path, monkeypatch):
-    everywhere = {f"mean/{name}": [0.3, 0.2, 0.1] for name in ("entropy", "first", "negative")}
     baseline, diff, introspective = (seeded(letter, {1: 2.0, 2: 2.1}) for letter in "bdi")
     lambdas = {1: {"layer_0/lambda": [0.2, 0.3, 0.4], "layer_10/lambda": [0.7, 0.8, 0.9]}}
     lambdas[2] = {"layer_0/lambda": [0.2, 0.1, 0.0], "layer_10/lambda": [0.7, 0.8, 0.7]}
     for seed, folder in enumerate(diff, 1):
-        watch(folder, everywhere | lambdas[seed] | {"layer_0/lambda_init": [0.2] * 3})
+        watch(folder, lambdas[seed] | {"layer_0/lambda_init": [0.2] * 3})
     for folder in introspective:
-        watch(folder, everywhere | {"mean/path_0": [0.3] * 3, "mean/path_1": [0.4] * 3, "layer_0/path_0": [0.1] * 3})
+        watch(folder, {"mean/path_0": [0.3] * 3, "mean/path_1": [0.4] * 3, "layer_0/path_0": [0.1] * 3})
     drawn, real = {}, figures.band
 
     def band_seen(ax, arm, curves, **look):
@@ -337,28 +323,26 @@ def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_
         ("introspective", "path 0"): pytest.approx([0.3] * 3),
         ("introspective", "path 1"): pytest.approx([0.4] * 3),
     }
-    page = out.read_text()
-    headings = ("Weights of the maps during training", "Attention during training")
-    assert [page.count(heading) for heading in headings] == [1, 1]
-    assert 'alt="Curves of lambda against tokens, diff"' in page and "path weight, mean over layers" in page
-    names = {path.name for path in (tmp_path / "figures").glob("*.png")}
-    assert {"lambda_diff.png", "lambda_introspective.png", "during_entropy.png"} <= names
-    assert "lambda_baseline.png" not in names  # it was not watched
+    assert out.read_text().count("Weights of the maps during training") == 1
+    names = {path.name for path in (tmp_path / "figures").glob("lambda_*.png")}
+    assert names == {"lambda_diff.png", "lambda_introspective.png"}  # the baseline was not watched
 
 
-def test_without_checkpoints_there_is_a_report_but_no_viewer(evaluated, call, capsys, tmp_path):
-    run, out = evaluated("one"), tmp_path / "r.html"
+def test_without_checkpoints_and_evaluations_there_are_curves_and_no_viewer(make_run, call, capsys, tmp_path):
+    run, out = make_run("one"), tmp_path / "r.html"
     shutil.rmtree(run / "checkpoints")
     call(report, f"runs=[{run}]", f"out={out}")
-    assert "note: no attention viewer: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "note: no attention viewer: " in printed and "one has no perplexity, needle, attention_noise: run python" in printed
     assert "report_viewer" not in out.read_text() and not (tmp_path / "r_viewer.html").exists()
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["loss.png"]
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_sticks_out_of_the_window(dom, seeded, call, tmp_path, width):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
     call(report, listed(folders), f"out={tmp_path / 'report.html'}")
-    # In a frame, because Chromium's own window is never narrower than 500 px.
+    # In a frame, because Chromium's window is never narrower than 500 px.
     measure = "<script>parent.postMessage(`${innerWidth} ${document.documentElement.scrollWidth}`, '*')</script>"
     listen = "<title></title><script>onmessage = e => document.title = e.data</script>"
     for page in (tmp_path / "report.html", tmp_path / "report_viewer.html"):

@@ -148,7 +148,7 @@ def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsy
     call(report, f"runs=[{run}]", f"out={tmp_path}/report.html", "viewer=false")
     page = (tmp_path / "report.html").read_text()
     assert "± nan" not in page and "None" not in page and "± 0.0" not in page
-    assert "On tasks.txt. " in page and "Activation outliers" in page
+    assert "On tasks.txt. " in page and "Outliers</h2>" in page
 
 
 def test_no_result_of_numbers_that_are_not_finite(make_run, refused) -> None:

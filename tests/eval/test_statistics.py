@@ -94,18 +94,18 @@ def test_what_a_few_seeds_cannot_say() -> None:
     same = paired([0.0, 0.0, 0.0])
     assert same.p == 1.0 and same.p_permutation == 1.0 and (same.low, same.high) == (0.0, 0.0)
     for equal in ([0.25, 0.25], [0.1, 0.3 - 0.2, 0.5 - 0.4]):  # the last two differ by rounding alone
-        found = paired(equal)
-        assert found.sd == 0 and found.p is found.low is found.high is found.detectable is None
-        assert found.p_permutation == 2 / 2 ** len(equal)
+        one = paired(equal)
+        assert one.constant and one.resolved and one.p is one.low is one.high is one.detectable is None
+        assert one.p_permutation == 2 / 2 ** len(equal)
     for wrong in ([], [0.1, math.nan], [math.inf]):
         with pytest.raises(ValueError, match="leave out the seeds that diverged"):
             paired(wrong)
 
 
 def test_inverse_ratios_have_the_inverse_interval() -> None:
-    found, inverse = geometric_interval([1.6, 1.7, 2.2]), geometric_interval([1 / 1.6, 1 / 1.7, 1 / 2.2])
-    assert found["n"] == 3 and found["mean"] == pytest.approx((1.6 * 1.7 * 2.2) ** (1 / 3))
-    assert (1 / found["low"], 1 / found["high"]) == pytest.approx((inverse["high"], inverse["low"]))
+    ratios, inverse = geometric_interval([1.6, 1.7, 2.2]), geometric_interval([1 / 1.6, 1 / 1.7, 1 / 2.2])
+    assert ratios["n"] == 3 and ratios["mean"] == pytest.approx((1.6 * 1.7 * 2.2) ** (1 / 3))
+    assert (1 / ratios["low"], 1 / ratios["high"]) == pytest.approx((inverse["high"], inverse["low"]))
     assert geometric_interval([2.0]) == {"n": 1, "mean": pytest.approx(2.0), "low": None, "high": None}
 
 

@@ -1,4 +1,4 @@
-"""eval/report/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
+"""eval/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.report import viewer
+from eval import viewer
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -54,14 +54,14 @@ def test_packed_maps_are_the_models_to_the_stated_precision(layers):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.2)  # maps far from uniform
     tokens = np.arange(33) * 7 % 50
     seen = viewer.look(model, tokens)
-    wanted, found = directly(model, tokens), unpack(*viewer.pack(np.concatenate(seen.maps)), len(tokens))
-    assert found.shape == wanted.shape and found.shape[1:] == (33, 33)
+    wanted, packed = directly(model, tokens), unpack(*viewer.pack(np.concatenate(seen.maps)), len(tokens))
+    assert packed.shape == wanted.shape and packed.shape[1:] == (33, 33)
     largest = np.abs(wanted).max(axis=-1, keepdims=True)
-    error = np.abs(found - wanted) / largest
+    error = np.abs(packed - wanted) / largest
     assert error.max() <= 1 / 127  # half a step of the root, 0.5 / 127, times its slope 2 at the largest weight
     small = np.abs(wanted) < 0.01 * largest
     assert error[small].max() <= 0.1 / 127 + (0.5 / 127) ** 2  # the slope is 0.2 there
-    assert (wanted < -1e-3).any() == (found < -1e-3).any() == (layers in ("d", "v", "bd"))
+    assert (wanted < -1e-3).any() == (packed < -1e-3).any() == (layers in ("d", "v", "bd"))
 
 
 @pytest.mark.parametrize("layers", ["d", "v", "bd", "i"])
@@ -82,13 +82,6 @@ def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layer
             assert not np.allclose(first, second, atol=1e-4)
 
 
-def test_the_passage_is_prose_where_the_text_has_some(tokenizer):
-    code = "def f(x):\n    return {x: [x, 1], '#': x**2}\n" * 20
-    words = "It was a long road, and nobody knew where it began or how it would end for them. " * 3
-    hay = np.array(tokenizer.encode(code + words + code))
-    assert "long road" in tokenizer.decode(viewer.prose(hay, tokenizer, 100, seed=0).tolist())
-
-
 def test_a_diverged_model_is_refused():
     model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=50)).eval()
     torch.nn.init.constant_(model.blocks[0].attention_norm.weight, torch.nan)
@@ -99,9 +92,9 @@ def test_a_diverged_model_is_refused():
 def test_nothing_is_still_nothing_and_sums_survive():
     maps = np.zeros((1, 40, 40), dtype=np.float32)
     maps[0, 39] = np.where(np.arange(40) == 0, 0.61, 0.01)  # a sink, and noise of 0.01 everywhere
-    found = unpack(*viewer.pack(maps), 40)
-    assert not found[0, :39].any()
-    assert found[0, 39, 1:].sum() == pytest.approx(0.39, rel=0.05)  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
+    packed = unpack(*viewer.pack(maps), 40)
+    assert not packed[0, :39].any()
+    assert packed[0, 39, 1:].sum() == pytest.approx(0.39, rel=0.05)  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
 
 
 def test_tokens_are_shown_as_what_they_are(tokenizer):
@@ -146,13 +139,6 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
     assert share == pytest.approx(probabilities.max().item(), abs=1e-4)
     printed = capsys.readouterr().out
     assert f"viewer  {out}" in printed and "MB" in printed
-
-
-def test_what_is_too_large_is_left_out_and_said(make_run, call, monkeypatch, tmp_path):
-    monkeypatch.setattr(viewer, "MAX_BYTES", 150_000)  # two examples of this model, and not three
-    out = tmp_path / "v.html"
-    call(viewer, f"runs=[{make_run('one')}]", f"out={out}")
-    assert len(data_of(out)["examples"]) == 2 and "2 more examples would make the file too large" in out.read_text()
 
 
 class Texts(HTMLParser):
@@ -200,27 +186,15 @@ def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, 
     call(viewer, f"runs=[{run}]", f"out={out}")
     data = data_of(out)
     layer, head = data["models"][0]["best"]
-    move = "<script>const s = document.getElementById('lambdaA'); s.value = '0.5'; s.oninput(); "
-    move += "document.body.append(Object.assign(document.createElement('p'), {id: 'address', textContent: location.hash}));"
-    move += "</script></body>"
-    out.write_text(out.read_text().replace("</body>", move))
+    add = "document.body.append(Object.assign(document.createElement('p'), {id: '%s', textContent: %s}));"
+    script = f"const s = document.getElementById('lambdaA'); s.value = '0.5'; s.oninput(); {add % ('address', 'location.hash')}"
+    out.write_text(out.read_text().replace("</body>", f"<script>{script}</script></body>"))
     texts = Texts(dom(f"file://{out}")).texts
     assert texts["lambdaSaysA"].startswith("0.50 (trained: 0.")
     sums = re.search(r"The row sums to (\S+?)[,.](?: |$)", texts["saysA"]).group(1)
     assert float(sums) == pytest.approx(0.5, abs=0.02)  # 1 less lambda
     assert texts["query"].startswith(f"query {data['examples'][0]['query']}:")
     assert f"a=0.{layer}.{head}" in texts["address"]
-
-
-@pytest.mark.parametrize("learned", (-0.14, 1.93))
-def test_the_slider_reaches_every_lambda_that_a_model_may_learn(dom, make_run, call, tmp_path, learned):
-    out = tmp_path / "v.html"
-    call(viewer, f"runs=[{make_run('two', 'd')}]", f"out={out}")
-    learn = f"<script>DATA.maps[0][0].lambdas.fill({learned}); draw(); document.body.append(Object.assign("
-    learn += "document.createElement('p'), {id: 'at', textContent: document.getElementById('lambdaA').value}));</script>"
-    out.write_text(out.read_text().replace("</body>", f"{learn}</body>"))
-    texts = Texts(dom(f"file://{out}")).texts
-    assert float(texts["at"]) == learned and texts["lambdaSaysA"].startswith(f"{learned}".replace("-", "−"))
 
 
 def test_examples_that_do_not_fit_are_refused(make_run, refused, tmp_path):

@@ -228,7 +228,7 @@ function drawTokens(p, row, scale) {
   }
   [...p.tokens.children].forEach((token, i) => {
     const a = i <= t ? row[i] : 0, dense = opacity(a, scale);
-    token.className = [i === t && "asked", i > t && "after", i >= from && i < to && "needle"].filter(Boolean).join(" ");
+    token.className = [i === t && "chosen", i > t && "after", i >= from && i < to && "needle"].filter(Boolean).join(" ");
     token.setAttribute("aria-selected", i === t);
     token.style.background = i <= t ? `rgba(${hue(a)}, ${dense.toFixed(3)})` : "";
     token.style.color = dense > 0.55 ? "var(--over)" : "";
