@@ -140,8 +140,8 @@ SHARDS = {
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_shard(tmp_path, name):
-    (tmp_path / "train.bin").write_bytes(SHARDS[name])
-    refused(lambda: Shard(tmp_path / "train.bin", vocab_size=300).read(0, 10))
+    (tmp_path / "train_0.bin").write_bytes(SHARDS[name])
+    refused(lambda: Shard(tmp_path / "train_0.bin", vocab_size=300).read(0, 10))
 
 
 TOKENIZERS: dict[str, Callable[[dict], Any]] = {
