@@ -88,7 +88,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     if meta is None:
         meta = Preparation(cfg, folder, request).run(corpus)
     else:
-        refuse_other_request(folder, meta["request"], request)
+        refuse_other_request(folder, meta.get("request", {}), request)
         for split, content in meta["splits"].items():
             if content["shards"]:
                 open_split(folder, split, verify=verify)
@@ -247,7 +247,7 @@ class Preparation:
         path = self.folder / PROGRESS
         if path.is_file():
             progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
-            refuse_other_request(self.folder, progress["request"], self.request)
+            refuse_other_request(self.folder, progress.get("request", {}), self.request)
             self.splits = {name: _resumed(self.folder, progress["splits"][name]) for name in SPLITS}
             shards = self._finished()
             self.tokenizer = load_tokenizer(self.folder) if shards else None

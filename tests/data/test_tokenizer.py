@@ -5,7 +5,6 @@ from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
 from data.tokenizer import BPE_PATTERN, BYTE_OF, FILE, Tokenizer, build_tokenizer, load_tokenizer, pieces
-from tests.conftest import run_command
 
 
 @pytest.fixture(params=["bytes", "bpe", "gpt2"])
@@ -56,16 +55,6 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
     for text in [*texts, *corpus]:
         pieces_of_hf = [bytes(BYTE_OF[character] for character in piece) for piece in hf.encode(text).tokens]
         assert pieces_of_hf == [bpe.token_bytes(token) for token in bpe.encode(text)]
-
-
-def test_bpe_is_deterministic_across_processes(bpe):
-    program = (
-        "from pathlib import Path; from data.config import TokenizerConfig; from data.tokenizer import build_tokenizer;"
-        "texts = [p.read_text() for p in sorted(Path('data').glob('*.py'))];"
-        "print(build_tokenizer(TokenizerConfig('bpe', 700), texts).fingerprint)"
-    )
-    assert run_command("-c", program).stdout.strip() == bpe.fingerprint
-    assert bpe.vocab_size == 700 and bpe.eot == 699
 
 
 def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
