@@ -1,8 +1,10 @@
 """The attention bench: a variant's attention module on a backend, and its calls of model/attention/backends.py."""
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,27 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import timing
 from bench.models import BenchConfig, autocast, mixed, model_config, random_tokens, variants
-from bench.processes import RemoteWork
 from bench.timing import Row, attempt, peak_growth, time_in_turn
-from eval.common import progress
 from model.attention import backends
 from model.attention.backends import BACKENDS, ROUTES
 from model.attention.mask import Mask
 from model.decoder import Decoder
 from training.distributed import World
 
-ERROR_ROWS = 512  # query rows of the N x N formula at a time
+ERROR_ROWS = 2048  # queries whose outputs are compared with the N x N formula
 
 
 def attention(cfg: BenchConfig, world: World) -> list[Row]:
     """Every variant on every backend. The routes of SDPA for a difference of maps run only for variants with a difference."""
     rows = []
+    chosen = cfg.variants or [variant for variant in variants(cfg) if not mixed(cfg, variant)]
     for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
         arms = [
             (Row({"length": length, "variant": variant, "backend": backend}), arm)
-            for variant in cfg.variants or [v for v in variants(cfg) if not mixed(cfg, v)]
-            for backend in cfg.backends or BACKENDS
+            for variant, backend in itertools.product(chosen, cfg.backends or BACKENDS)
             for arm in [attempt(partial(AttentionArm, cfg, variant, backend, length, world))]
             if backend not in ROUTES or getattr(arm, "differential", True)
         ]
@@ -39,20 +40,19 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
         for measure in AttentionArm.MEASURES:
             works = [arm if isinstance(arm, str) else partial(arm.run, measure) for _, arm in arms]
             time_in_turn(measure, group, works, cfg.rounds, world.device)
-        with progress("memory and errors", len(arms)) as bar:
-            for row, arm in arms:
-                which, missing = (row.labels["variant"], row.labels["backend"], length), isinstance(arm, str)
-                row.facts["memory (MB)"] = None if missing else attempt(partial(op_memory, cfg, *which, world))
-                row.facts["error"] = None if missing else attempt(arm.largest_error)
-                bar.update()
+        for row, arm in arms:
+            if isinstance(arm, str):
+                row.facts = {"memory (MB)": None, "error": None}
+            else:
+                memory = partial(op_memory, cfg, row.labels["variant"], row.labels["backend"], length, world)
+                row.facts = {"memory (MB)": attempt(memory), "error": attempt(arm.largest_error)}
         rows += group
     return rows
 
 
 class AttentionArm:
-    """A variant's attention module on random input, and the calls that it makes to the facade, model/attention/backends.py.
-
-    Default shapes: 8 sequences and a baseline with 8 heads of width 32 on a CPU; 4 sequences, 16 heads of width 64 on CUDA.
+    """A variant's attention module on random input, and its calls of the facade, model/attention/backends.py: 8 sequences and a
+    baseline with 8 heads of width 32 on a CPU; 4 sequences, 16 heads of width 64 on CUDA.
     """
 
     MEASURES = ("op forward", "op forward+backward", "module forward", "module forward+backward")
@@ -100,13 +100,10 @@ class AttentionArm:
     def run(self, measure: str) -> None:
         """Run the pass that `measure` names once."""
         level, passes = measure.split()
-        forward = self.op if level == "op" else self.whole
+        with torch.set_grad_enabled(passes != "forward"), self.autocast:
+            outputs = self.op() if level == "op" else [self.module(self.x, *self.rest)]
         if passes == "forward":
-            with torch.no_grad(), self.autocast:
-                forward()
             return
-        with self.autocast:
-            outputs = forward()
         if measure not in self.gradients:
             self.gradients[measure] = [torch.randn_like(y) for y in outputs]
         inputs = [self.x, *self.module.parameters()]
@@ -118,45 +115,35 @@ class AttentionArm:
         """The outputs of the facade calls alone."""
         return [getattr(backends, name)(**arguments) for name, arguments in self.calls]
 
-    def whole(self) -> list[Tensor]:
-        """The output of the module."""
-        return [self.module(self.x, *self.rest)]
-
     def memory(self) -> float | None:
         """Peak memory in MB that the op's forward and backward pass adds."""
         return peak_growth(partial(self.run, "op forward+backward"), self.device)
 
     @torch.no_grad()
     def largest_error(self) -> float:
-        """Largest difference of the op's outputs from the N x N formula in float64, on the first sequence."""
+        """Largest difference of the op's outputs from the N x N formula in float64, of the first ERROR_ROWS queries."""
         with self.autocast:
             outputs = self.op()
         worst = []
         for (name, arguments), output in zip(self.calls, outputs, strict=True):
-            T = output.shape[-2]
-            rows = T if name == "attend_map" else ERROR_ROWS  # a map's rows may depend on each other
-            for start in range(0, T, rows):
-                stop = min(T, start + rows)
-                part = {key: query_rows(key, value, start, stop) for key, value in arguments.items()}
-                expected = getattr(backends, name)(**part | {"backend": "math"})
-                worst.append((output[:1, ..., start:stop, :].double() - expected).abs().max())
+            part = {key: first_rows(value) for key, value in arguments.items()}
+            expected = getattr(backends, name)(**part | {"backend": "math"})
+            worst.append((output[:1, ..., :ERROR_ROWS, :].double() - expected).abs().max())
         return torch.stack(worst).max().item()  # NaN if any difference is NaN
 
 
-def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
+def op_memory(*arm: Any) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
+    *_, world = arm
     if world.device.type == "cuda":
-        return AttentionArm(cfg, variant, backend, length, world).memory()
-    work = RemoteWork(_arm_of_one_thread, cfg, variant, backend, length, world)
-    try:
-        return work.ask(AttentionArm.memory)
-    finally:
-        work.close()
+        return AttentionArm(*arm).memory()
+    with ProcessPoolExecutor(1, mp_context=timing.PROCESSES) as pool:
+        return pool.submit(_memory_of_one_thread, *arm).result()
 
 
-def _arm_of_one_thread(*arguments: Any) -> AttentionArm:
+def _memory_of_one_thread(*arm: Any) -> float | None:
     torch.set_num_threads(1)  # the buffers of other threads would be counted
-    return AttentionArm(*arguments)
+    return AttentionArm(*arm).memory()
 
 
 @contextmanager
@@ -190,16 +177,13 @@ def tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
 
 
-def query_rows(name: str, value: Any, start: int, stop: int) -> Any:
-    """A facade argument in float64: the first sequence, query rows start..stop, keys before stop (later ones are hidden)."""
+def first_rows(value: Any) -> Any:
+    """A facade argument in float64: the first sequence, the first ERROR_ROWS positions (they see no later ones)."""
     if isinstance(value, list):
-        return [query_rows(name, part, start, stop) for part in value]
+        return [first_rows(part) for part in value]
     if isinstance(value, Mask) and value.bias is not None:
-        return replace(value, bias=value.bias[:1].double())
+        return replace(value, bias=value.bias[:1, ..., :ERROR_ROWS, :ERROR_ROWS].double())
     if not tensors(value):
         return value
     value = (value[:1] if value.dim() > 3 else value).double()
-    if name in ("k", "v", "keys", "values"):
-        return value[..., :stop, :]
-    per_row = value.dim() > 1 and value.shape[-2] > 1  # q, and a lambda per token
-    return value[..., start:stop, :] if per_row else value
+    return value[..., :ERROR_ROWS, :] if value.dim() > 1 else value

@@ -3,12 +3,11 @@
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -30,9 +29,8 @@ COPIES = 10  # of the text, 7 MB in all, so that the fixed time of a preparation
 
 
 def loader(cfg: BenchConfig, world: World) -> list[Row]:
-    """Reading of batches of 64 sequences with the context of size=, shuffled as in training, without the prefetching thread.
-
-    Also, with that thread: how long a training step of the baseline (8 sequences) waits for its batch.
+    """Reading of batches of 64 sequences, shuffled as in training, without the prefetching thread; and, with that thread, how
+    long a training step of the baseline (8 sequences) waits for its batch.
     """
     ids, length, batch = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context, cfg.batch or 64
     tokens = np.resize(ids.encode_array(TEXT), SHARD_TOKENS)
@@ -42,22 +40,18 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
             path = Path(folder) / f"{vocabulary}.bin"
             write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
             sources[name] = Windows([Shard(path)], length)
-        mixed = attempt(partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length))
-        sources["retrieval documents"] = mixed  # a reason, where the context is too short for one
+        sources["retrieval documents"] = RetrievalSource(RetrievalMixConfig(), sources["text, uint16"], ids, length)
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
-        works = [
-            s if isinstance(s, str) else partial(read, Loader(s, batch, length, 1), itertools.count()) for s in sources.values()
-        ]
+        steps = itertools.count()
+        works = [partial(read, Loader(source, batch, length, 1), steps) for source in sources.values()]
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
         for row, source in zip(rows, sources.values(), strict=True):
-            if row.seconds:
-                row.facts = waits(step, source, length, cfg.rounds)
+            row.facts = waits(step, source, length, cfg.rounds)
     return rows
 
 
-def read(load: Loader, steps: Any) -> None:
-    """Read the batch of the next step."""
+def read(load: Loader, steps: Iterator[int]) -> None:
     load(next(steps))
 
 
@@ -81,24 +75,22 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     The ratio is to tiktoken alone (`encode_ordinary` of the whole text). data.prepare reads the text, splits off validation,
     tokenizes on one thread, and writes checked shards; its main thread reads and writes at the same time.
     """
-    rows = []
+    rows, size = [], len(TEXT.encode())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_text(TEXT * COPIES)
         for wanted in (TokenizerConfig("bytes"), TokenizerConfig("bpe", VOCABULARY), TokenizerConfig("gpt2")):
             built = attempt(partial(build_tokenizer, wanted, [TEXT]))
-            ways = {"-": built} if isinstance(built, str) else ways_to_tokenize(built, TEXT * COPIES, Path(folder))
-            group = [Row({"tokenizer": wanted.name, "by": name}, len(TEXT.encode()) * COPIES / 1e6) for name in ways]
+            missing = isinstance(built, str)
+            ways = {"-": built} if missing else ways_to_tokenize(built, TEXT * COPIES, Path(folder))
+            facts = {} if missing else {"vocabulary": built.vocab_size, "bytes/token": size / len(built.encode_array(TEXT))}
+            group = [Row({"tokenizer": wanted.name, "by": name}, size * COPIES / 1e6, facts=facts) for name in ways]
             time_in_turn("MB/s", group, list(ways.values()), cfg.rounds, world.device)
-            if not isinstance(built, str):
-                per_token = len(TEXT.encode()) / len(built.encode_array(TEXT))
-                for row in group:
-                    row.facts = {"vocabulary": built.vocab_size, "bytes/token": per_token}
             rows += group
     return rows
 
 
 def ways_to_tokenize(tokenizer: Tokenizer, text: str, folder: Path) -> dict[str, Callable]:
-    """Name of a tokenizing program -> a call that tokenizes `text`, which is in the file text.txt of `folder`."""
+    """Name of a program -> a call that tokenizes `text`, which is in the file text.txt of `folder`."""
     numbers = itertools.count()
 
     def prepared() -> None:

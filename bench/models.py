@@ -29,7 +29,7 @@ class BenchConfig:
     lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode)
     batch: Annotated[int | None, "[1, inf)"] = None  # sequences per call
     backends: list[str] | None = None  # backends of what=attention; None: all
-    heads: Annotated[int | None, "[1, inf)"] = None  # what=attention: heads of the baseline; variants derive theirs
+    heads: Annotated[int | None, "[1, inf)"] = None  # what=attention: heads of the baseline; variants derive their number
     width: Annotated[int | None, "[1, inf)"] = None  # what=attention: width of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer of the training steps
@@ -38,7 +38,7 @@ class BenchConfig:
 
 
 def variants(cfg: BenchConfig) -> list[str]:
-    """The names asked for, or all of configs/model, the baseline first."""
+    """The names of `cfg`, or all of configs/model, the baseline first."""
     return cfg.variants or sorted(names(), key=lambda name: (name != "baseline", name))
 
 
@@ -51,11 +51,6 @@ def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfi
     """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
     group = yaml.safe_load((CONFIG_DIR / "model" / f"{variant}.yaml").read_text()) or {}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), group, changes))
-
-
-def batch_size(cfg: BenchConfig, world: World) -> int:
-    """Sequences of a training step: batch=, or 8 on a CPU and 64 on CUDA."""
-    return cfg.batch or (8 if world.device.type == "cpu" else 64)
 
 
 def autocast(cfg: BenchConfig, world: World) -> torch.autocast:

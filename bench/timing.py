@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from omegaconf.errors import OmegaConfBaseException
 from scipy.stats import quantile_test
 
 from eval.common import progress
@@ -20,9 +20,7 @@ from training.metrics import status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
 GROWTHS = 5  # calls whose memory is measured
-# Errors that make a row "not measured", with the error as its reason. Triton's own, such as OutOfResources, do so too; they are
-# known by their module, because Triton is not imported here.
-UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
+PROCESSES = get_context("spawn")  # for works whose memory is measured, or whose setup is another trainer's
 
 
 @dataclass
@@ -44,9 +42,9 @@ def attempt(build: Callable[[], Any]) -> Any:
     """The result of `build()`, or a string with the reason why it is not available on this machine."""
     try:
         return build()
-    except Exception as error:
-        if not isinstance(error, UNAVAILABLE) and type(error).__module__.partition(".")[0] != "triton":
-            raise
+    except (AssertionError, AttributeError, LookupError, NameError, TypeError):
+        raise  # a bug
+    except Exception as error:  # of torch, Triton or the system
         return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -108,9 +106,6 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-# ---------------------------------------- memory
-
-
 def peak_growth(work: Work, device: torch.device) -> float | None:
     """Peak memory in MB that a call of `work` adds to the memory in use; None on a system that does not report it.
 
@@ -137,9 +132,6 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
     return median(growths)
 
 
-# ---------------------------------------- table
-
-
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, its columns padded to be read in a terminal."""
     measures = list(dict.fromkeys(m for row in rows for m in (*row.seconds, *row.not_measured)))
@@ -148,9 +140,8 @@ def table(rows: list[Row]) -> str:
     lines = [[*rows[0].labels, *heads, *facts, "note"]]
     for row in rows:
         timed = [cell(row, measure) for measure in measures]
-        lines.append(
-            [*map(str, row.labels.values()), *timed, *(number(row.facts.get(key)) for key in facts), note(row, measures)]
-        )
+        reasons = "; ".join(f"not measured: {reason[:160]}" for reason in dict.fromkeys(row.not_measured.values()))
+        lines.append([*map(str, row.labels.values()), *timed, *(number(row.facts.get(key)) for key in facts), reasons])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = (" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
@@ -163,15 +154,6 @@ def cell(row: Row, measure: str) -> str:
         return "-"
     values = [row.amount / s if row.amount else 1e3 * s for s in row.seconds[measure]]
     return f"{number(median(values))} ({number(min(values))}-{number(max(values))}) {row.ratio[measure]:.2f}x"
-
-
-def note(row: Row, measures: list[str]) -> str:
-    """Why something is missing, once per reason."""
-    texts = []
-    for reason in dict.fromkeys(row.not_measured.values()):
-        which = [measure for measure in measures if row.not_measured.get(measure) == reason]
-        texts.append(f"{'' if which == measures else ', '.join(which) + ' '}not measured: {reason[:160]}")
-    return "; ".join(texts)
 
 
 def number(value: float | str | None) -> str:

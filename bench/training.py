@@ -3,17 +3,20 @@
 import contextlib
 import importlib.util
 import io
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, random_tokens, variants
-from bench.processes import remote_works
+from bench import timing
+from bench.models import VOCABULARY, BenchConfig, autocast, model_config, random_tokens, variants
 from bench.timing import Row, attempt, median_interval, paired_ratios, peak_growth, time_in_turn
 from model.decoder import Decoder
 from training.distributed import World, join_world, pick_dtype
@@ -44,7 +47,6 @@ class TrainingStep:
         return compile_steps(self.model)
 
     def loss(self) -> Tensor:
-        """The mean cross-entropy of the batch."""
         return self.net(self.inputs, self.targets)
 
     def __call__(self) -> None:
@@ -56,16 +58,13 @@ class TrainingStep:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def parameters(self) -> int:
-        """Number of the model's parameters; tied parameters count once."""
-        return sum(p.numel() for p in self.model.parameters())
-
-    def memory(self, device: torch.device) -> dict[str, float | None]:
-        """In MB: the state that stays plus the most that a step adds; and the peak of this process with all libraries."""
+    def facts(self, device: torch.device) -> dict[str, float | None]:
+        """Parameters, tied ones once; in MB the state that stays plus the most that a step adds, and this process's peak."""
         peak, growth = memory_gb(device), peak_growth(self, device)  # in this order: peak_growth resets the peak
         kept = [x for o in self.optimizers for state in o.state.values() for x in state.values() if isinstance(x, Tensor)]
         state = sum(x.nbytes for x in [*self.model.parameters(), *kept]) / 1e6
-        return {"memory (MB)": None if growth is None else state + growth, "process (MB)": peak and 1e3 * peak}
+        memory = {"memory (MB)": None if growth is None else state + growth, "process (MB)": peak and 1e3 * peak}
+        return {"parameters": sum(p.numel() for p in self.model.parameters())} | memory
 
 
 class NanoGPTStep(TrainingStep):
@@ -92,34 +91,67 @@ class NanoGPTStep(TrainingStep):
 
 def nanogpt(folder: str | None) -> ModuleType:
     """The module model.py of a nanoGPT checkout. ValueError, with what to type, for any other folder."""
-    path = Path(folder or "") / "model.py"
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder or "") / "model.py")
+    module = importlib.util.module_from_spec(spec)
     try:
-        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         assert hasattr(module.GPT, "configure_optimizers") and hasattr(module, "GPTConfig")
-    except Exception as error:  # the file is not ours and may raise anything
+    except Exception:  # the file is not ours and may raise anything
         fix = "git clone https://github.com/karpathy/nanoGPT and give that folder as peer="
-        why = f"{type(error).__name__} {error}".split("\n")[0]
-        raise ValueError(
-            f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig ({why}): {fix}"
-        ) from None
+        raise ValueError(f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig: {fix}") from None
     return module
 
 
-def our_step(cfg: BenchConfig, variant: str, batch: int) -> TrainingStep:
-    """A step in a process of its own, which is set up as train.py sets up its process."""
-    return TrainingStep(cfg, variant, batch, join_world(cfg.device))
+class RemoteStep:
+    """A step that `build(*arguments)` makes in a new process. A call takes it there. RuntimeError: the process has died."""
+
+    def __init__(self, build: Callable, *arguments: Any) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=timing.PROCESSES)
+        try:
+            self.ask(_build, build, arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, function: Callable, *arguments: Any) -> Any:
+        return self._pool.submit(function, *arguments).result()
+
+    def __call__(self) -> None:
+        self.ask(_take_step)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+_step: list[TrainingStep] = []  # the one step of the other process
+
+
+def _build(build: Callable, arguments: tuple) -> None:
+    _step[:] = [build(*arguments)]
+
+
+def _take_step() -> None:
+    _step[0]()
+
+
+def _facts(device: torch.device) -> dict[str, float | None]:
+    return _step[0].facts(device)
+
+
+def _started(processes: contextlib.ExitStack, *build: Any) -> RemoteStep:
+    return processes.enter_context(contextlib.closing(RemoteStep(*build)))
+
+
+def our_step(cfg: BenchConfig, batch: int) -> TrainingStep:
+    """A step of the stack gpt2 in a process that is set up as train.py sets up its process."""
+    return TrainingStep(cfg, "gpt2", batch, join_world(cfg.device))
 
 
 def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
-    """A step in a process of its own, set up as nanoGPT's train.py does it: TF32 on a GPU, torch's defaults otherwise."""
+    """A step in a process that is set up as nanoGPT's train.py does it: TF32 on a GPU, torch's defaults otherwise."""
     if cfg.device != "cpu":
         torch.set_float32_matmul_precision("high")
     return NanoGPTStep(cfg, batch, World(0, 1, torch.device(cfg.device)))
-
-
-# ---------------------------------------- the benches
 
 
 def train(cfg: BenchConfig, world: World) -> list[Row]:
@@ -127,10 +159,11 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
 
     With peer=, the stack gpt2 is compared with nanoGPT.
     """
+    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     if cfg.peer is not None:
-        return against_nanogpt(replace(cfg, device=str(world.device)), world)
-    batch, peak = batch_size(cfg, world), peak_flops(world.device)
-    tokens, shape = batch * cfg.model.context, {"layers": cfg.model.n_layer, "width": cfg.model.d_model}
+        return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
+    peak, tokens = peak_flops(world.device), batch * cfg.model.context
+    shape = {"layers": cfg.model.n_layer, "width": cfg.model.d_model}
     rows = [Row({"model": name, **shape}, tokens) for name in variants(cfg)]
     steps = [attempt(partial(TrainingStep, cfg, name, batch, world)) for name in variants(cfg)]
     time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
@@ -142,39 +175,34 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-def against_nanogpt(cfg: BenchConfig, world: World) -> list[Row]:
-    """nanoGPT and the stack gpt2 in every mode that `dtype` and `compile` leave open, each in a process of its own, in turn.
+def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
+    """nanoGPT and the stack gpt2 in every mode that `dtype` and `compile` leave open, each in another process, in turn.
 
-    The table's ratio is to nanoGPT's first row, eager float32, its own mode on a CPU. Other columns: the ratio to nanoGPT in
-    the same mode, with the 95 % interval of the median; the ratio to nanoGPT's fastest mode; and the memory of a step: the
-    memory that stays (parameters, optimizer) plus the most that the step adds.
+    The table's ratio is to nanoGPT's first row, eager float32, its default on a CPU. Other columns: the ratio to nanoGPT in
+    the same mode, with the 95 % interval of the median; the ratio to nanoGPT's fastest mode; and the memory of a step.
     """
     nanogpt(cfg.peer)  # a wrong folder is refused before any process starts
-    batch, auto = batch_size(cfg, world), str(pick_dtype("auto", world.device)).removeprefix("torch.")
+    auto = str(pick_dtype("auto", world.device)).removeprefix("torch.")
     dtypes = dict.fromkeys(("float32", auto)) if cfg.dtype == "auto" else (cfg.dtype,)
     compiled = (False, True) if cfg.compile is None else (cfg.compile,)
     rows, builds = [], []
     for mode in [replace(cfg, dtype=dtype, compile=whether) for whether in compiled for dtype in dtypes]:
         how = {"mode": "compiled" if mode.compile else "eager", "dtype": mode.dtype}
         rows += [Row({"code": code} | how, batch * cfg.model.context) for code in ("nanoGPT", "gpt2")]
-        builds += [(nanogpt_step, mode, batch), (our_step, mode, "gpt2", batch)]
-    with remote_works(*builds) as works:
-        time_in_turn(MEASURE, rows, works, cfg.rounds, world.device)
-        for row, work in zip(rows, works, strict=True):
+        builds += [(nanogpt_step, mode, batch), (our_step, mode, batch)]
+    with contextlib.ExitStack() as processes:
+        steps = [attempt(partial(_started, processes, *build)) for build in builds]
+        time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
+        for row, step in zip(rows, steps, strict=True):
             if row.seconds:
-                row.facts = {"parameters": work.ask(TrainingStep.parameters)} | work.ask(TrainingStep.memory, world.device)
+                row.facts = step.ask(_facts, world.device)
     fastest = min((row for row in rows[::2] if row.seconds), key=lambda row: median(row.seconds[MEASURE]), default=None)
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         if its.seconds and ours.seconds:
-            compare(ours, its, fastest)
+            ratios = paired_ratios(ours, its, MEASURE)
+            ours.facts["speed / nanoGPT, same mode"] = median(ratios)
+            ours.facts["low"], ours.facts["high"] = median_interval(ratios)
+            ours.facts["speed / nanoGPT, fastest mode"] = median(paired_ratios(ours, fastest, MEASURE))
+            if its.facts["memory (MB)"] and ours.facts["memory (MB)"]:
+                ours.facts["memory / nanoGPT"] = ours.facts["memory (MB)"] / its.facts["memory (MB)"]
     return rows
-
-
-def compare(ours: Row, its: Row, fastest: Row) -> None:
-    """Add to our row's facts its speed over nanoGPT's in the same mode (`its`) and in the `fastest` mode; also for memory."""
-    ratios = paired_ratios(ours, its, MEASURE)
-    ours.facts["speed / nanoGPT, same mode"] = median(ratios)
-    ours.facts["low"], ours.facts["high"] = median_interval(ratios)
-    ours.facts["speed / nanoGPT, fastest mode"] = median(paired_ratios(ours, fastest, MEASURE))
-    if its.facts["memory (MB)"] and ours.facts["memory (MB)"]:
-        ours.facts["memory / nanoGPT"] = ours.facts["memory (MB)"] / its.facts["memory (MB)"]

@@ -17,7 +17,7 @@ class TokenizerConfig:
 
 @dataclass
 class RetrievalMixConfig:
-    """The share of training samples that are retrieval documents (facts hidden in a text and asked for), and their shape."""
+    """The share of training samples that are retrieval documents (facts hidden in a text, and questions), and their shape."""
 
     weight: Annotated[int, "[0, 100]"] = 0  # percent of all training samples that are retrieval documents
     dense: Annotated[int, "[0, 100]"] = 50  # percent of the retrieval documents that hold facts only, without text
@@ -42,8 +42,8 @@ class DataConfig:
     """A text: where it comes from, how it is prepared, and where the shards lie."""
 
     name: str = MISSING  # name of the prepared set
-    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
-    path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
+    source: str = MISSING  # stdlib | shakespeare | text | hf | mqar
+    path: str | None = None  # text: file, folder or glob; shakespeare: a local copy
     dataset: str | None = None  # hf: name on the hub, a folder of the package datasets, or a builder (json, parquet)
     data_files: str | None = None  # hf: files for the builder to read, a path or a 'glob'
     subset: str | None = None  # hf: configuration of the data set

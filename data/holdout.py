@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-TOLERANCE = 0.2  # error of the share that whole documents may have, relative to the share asked for
+TOLERANCE = 0.2  # error of the share that whole documents may have, relative to the wanted share
 SURE = 3.0  # measuring ends early once the tolerance is this many standard deviations of the share
 
 
@@ -23,31 +23,25 @@ class HoldOut:
     """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others.
 
     share: of the document whose hash equals `below`, which is cut in two; validation gets its end. uncut: the split of that
-    document if it is too short to be cut; None: there is no other document, so this is an error.
+    document if it is too short to be cut.
     """
 
     below: float
     share: Fraction = Fraction(0)
-    uncut: str | None = "train"
+    uncut: str = "train"
 
     def documents(self, texts: Iterable[str]) -> Iterator[Document]:
         """The documents of `texts`, in order, each with its split; the document that is cut comes as two."""
         for text in texts:
             number, _ = _hashed(text)
-            if number == self.below and self.share:
-                yield from self._cut(text)
-            else:
+            first = int((1 - float(self.share)) * len(text))  # as nanoGPT cuts tinyshakespeare, a single document
+            if number != self.below or not self.share:
                 yield Document(text, "val" if number < self.below else "train")
-
-    def _cut(self, text: str) -> Iterator[Document]:
-        first = int((1 - float(self.share)) * len(text))  # as nanoGPT cuts tinyshakespeare, a single document
-        if text[:first].strip() and text[first:].strip():
-            yield Document(text[:first], "train")
-            yield Document(text[first:], "val", starts=False)
-        elif self.uncut is None:
-            raise ValueError(f"the only document has {len(text)} characters, too few to hold some out: give more text")
-        else:
-            yield Document(text, self.uncut)
+            elif text[:first].strip() and text[first:].strip():
+                yield Document(text[:first], "train")
+                yield Document(text[first:], "val", starts=False)
+            else:
+                yield Document(text, self.uncut)
 
 
 def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
@@ -75,15 +69,12 @@ def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> H
 
 
 def _filled(sizes: Counter[float], wanted: Fraction) -> HoldOut:
-    """Documents in the order of their hash until validation has `wanted` bytes."""
     order = sorted(sizes)
     for number in order:
         if wanted <= sizes[number]:
             break
         wanted -= sizes[number]
     share = wanted / sizes[number]
-    if len(order) == 1:
-        return HoldOut(number, share, uncut=None)
     ends = {order[0]: "val", order[-1]: "train"}  # neither split stays empty
     return HoldOut(number, share, uncut=ends.get(number, "val" if share >= 0.5 else "train"))
 

@@ -4,14 +4,10 @@ Sample numbers are global: row r of step s has the number `s * batch + r`, whate
 turns a number into tokens. It marks a token x that the loss must leave out as ~x; `inputs_and_targets` removes the marks.
 """
 
-from __future__ import annotations
-
 import itertools
-import queue
-import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Protocol
 
@@ -25,7 +21,7 @@ UNSCORED = -100  # the target that torch's cross-entropy leaves out
 
 
 class Source(Protocol):
-    """An endless stream of samples: gives the window of tokens that belongs to a sample number `index` and a seed."""
+    """An endless stream of samples, each of which is decided by its number `index` and a seed."""
 
     def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64, unscored tokens marked
 
@@ -54,7 +50,6 @@ def _round_keys(seed: int) -> tuple[int, ...]:
 
 
 def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
-    """A bijection of [0, 4**half): balanced Feistel network."""
     low = (1 << half) - 1
     left, right = x >> half, x & low
     for key in keys:
@@ -80,22 +75,17 @@ def permute(index: int, n: int, seed: int) -> int:
 
 
 class Windows:
-    """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards. `split`,
-    train or val, is for the error message.
-    """
+    """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards."""
 
-    def __init__(self, shards: Sequence[Shard], length: int, split: str | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard], length: int) -> None:
         self.shards = list(shards)
         self.length = length
         self._starts = [0, *itertools.accumulate(max(0, (len(shard) - 1) // length) for shard in self.shards)]
         if not len(self):
             longest = max((len(shard) for shard in self.shards), default=0)
-            text = {None: "text", "train": "training text", "val": "validation text"}[split]
-            more = "with a larger data.val_fraction" if split == "val" else "more text"
-            raise ValueError(
-                f"the {text} is too short: its longest shard has {longest} tokens, one window needs {length + 1}: "
-                f"use model.context={max(longest - 1, 1)} or less, or prepare {more}"
-            )
+            wrong = f"the text is too short: its longest shard has {longest} tokens, one window needs {length + 1}"
+            fix = f"use model.context={max(longest - 1, 1)} or less, or prepare more text (of validation: data.val_fraction)"
+            raise ValueError(f"{wrong}: {fix}")
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -113,10 +103,9 @@ class Windows:
 
 
 class Mixture:
-    """A source that mixes several sources. Of any 100 consecutive samples, exactly `weight` come from each source.
+    """A mixture of `parts` (source, weight in whole percents): of any 100 consecutive samples, exactly `weight` come from each.
 
-    `parts` are (source, weight in whole percents). A fixed pattern of 100 turns spreads the turns of each source evenly. Each
-    source counts its own samples without gaps.
+    A fixed pattern of 100 turns spreads the turns of each source evenly. Each source counts its samples without gaps.
     """
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
@@ -160,8 +149,8 @@ class Loader:
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank
         if self.per_rank % self.micro_batch:
-            wrong = f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}"
             fitting = next(n for n in range(min(self.micro_batch, self.per_rank), 0, -1) if self.per_rank % n == 0)
+            wrong = f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}"
             raise ValueError(f"{wrong}: use micro_batch={fitting}")
         self.micros = self.per_rank // self.micro_batch
 
@@ -186,29 +175,15 @@ class Prefetcher:
 
     def __init__(self, loader: Loader) -> None:
         self.loader, self.micros, self.samples = loader, loader.micros, loader.samples
-        self._wanted: queue.SimpleQueue[tuple[tuple[int, int], Future] | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: dict[tuple[int, int], Future] = {}
-        threading.Thread(target=self._read, name="prefetch", daemon=True).start()
 
     def __call__(self, step: int, micro: int = 0) -> np.ndarray:
-        rows = (self._ahead.get((step, micro)) or self._ask(step, micro)).result()
+        rows = (self._ahead.get((step, micro)) or self._thread.submit(self.loader, step, micro)).result()
         following = (step, micro + 1) if micro + 1 < self.micros else (step + 1, 0)
-        self._ahead = {following: self._ask(*following)}
+        self._ahead = {following: self._thread.submit(self.loader, *following)}
         return rows
-
-    def _ask(self, step: int, micro: int) -> Future:
-        rows = Future()
-        self._wanted.put(((step, micro), rows))
-        return rows
-
-    def _read(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            place, rows = wanted
-            try:
-                rows.set_result(self.loader(*place))
-            except BaseException as error:  # raised again in the thread that asked
-                rows.set_exception(error)
 
     def close(self) -> None:
         """End the thread after its current read."""
-        self._wanted.put(None)
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -19,21 +19,17 @@ VALIDATION_ROWS = 4096
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's tokens (length + 1,), and the positions of its parts.
+    """A row's tokens, and the positions of its parts."""
 
-    asked, told (pairs,): position of each key in its question, and of the same key in its pair; its value follows in
-    both. distractors (n,): positions of the distractors.
-    """
-
-    tokens: np.ndarray
-    asked: np.ndarray
-    told: np.ndarray
-    distractors: np.ndarray
+    tokens: np.ndarray  # (length + 1,)
+    questions: np.ndarray  # (pairs,): of each key in its question; its value follows
+    told: np.ndarray  # (pairs,): of the same key in its pair; its value follows
+    distractors: np.ndarray  # (n,)
 
     def marked(self) -> np.ndarray:
         """The tokens as a training row: tokens that are not answers are marked as unscored, by their bitwise not."""
         row = ~self.tokens
-        row[self.asked + 1] = self.tokens[self.asked + 1]
+        row[self.questions + 1] = self.tokens[self.questions + 1]
         return row
 
 
@@ -47,8 +43,7 @@ class Mqar:
     """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
 
     A row is the end-of-text token, then slots of two tokens: pairs and distractors in random order, directly after them the
-    questions (fillers between, as in Zoology, could hold copies of the pairs), then end-of-text tokens. ValueError: the options
-    exclude each other, or the row does not fit `length`.
+    questions (fillers between, as in Zoology, could hold copies of the pairs), then end-of-text tokens.
     """
 
     def __init__(self, cfg: MqarConfig, length: int) -> None:
@@ -75,20 +70,20 @@ class Mqar:
         """Row `index` of the split train, val or eval: two splits share a row only by chance."""
         cfg, slots = self.cfg, self.length // 2
         rng = np.random.default_rng([SPLITS.index(split), seed, index])
-        keys = rng.permutation(cfg.keys)  # the first `pairs` are asked, the others are free for distractors
+        keys = rng.permutation(cfg.keys)  # the first `pairs` are those of the pairs, the others are free for distractors
         values = cfg.keys + rng.choice(cfg.values, cfg.pairs, replace=False)
         pairs = np.stack((keys[: cfg.pairs], values), axis=1)  # (pairs, 2)
         told = rng.choice(self.told_slots, cfg.pairs, replace=False)
-        asked = self.told_slots + rng.permutation(cfg.pairs)
+        questions = self.told_slots + rng.permutation(cfg.pairs)
         others = np.setdiff1d(np.arange(self.told_slots), told)
         table = np.full((slots, 2), self.blank, dtype=np.int64)
-        table[told], table[asked] = pairs, pairs
+        table[told], table[questions] = pairs, pairs
         table[others] = self._distractors(rng, len(others), keys[cfg.pairs :])
         tokens = np.concatenate(([self.blank], table.ravel()))
-        return Sample(tokens, 1 + 2 * asked, 1 + 2 * told, 1 + np.stack((2 * others, 2 * others + 1), axis=1).ravel())
+        distractors = 1 + np.stack((2 * others, 2 * others + 1), axis=1).ravel()
+        return Sample(tokens, 1 + 2 * questions, 1 + 2 * told, distractors)
 
     def _distractors(self, rng: np.random.Generator, slots: int, free: np.ndarray) -> np.ndarray:
-        """(slots, 2) tokens."""
         cfg = self.cfg
         if cfg.kind == "noise":
             return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2)) if slots else np.empty((0, 2), np.int64)
@@ -108,8 +103,7 @@ def told_slots(cfg: MqarConfig) -> int:
     if not 0 <= cfg.distractors < 1:  # also of the shares of an evaluation
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
     if cfg.pairs > cfg.values or cfg.pairs >= cfg.keys:
-        wrong = f"{cfg.pairs} pairs need that many values, and more keys than that"
-        raise ValueError(f"{wrong}: raise data.mqar.keys or data.mqar.values")
+        raise ValueError(f"{cfg.pairs} pairs need as many values, and more keys: raise data.mqar.keys or data.mqar.values")
     slots = round(cfg.pairs / (1 - cfg.distractors))
     possible = 1 - cfg.pairs / slots
     if abs(cfg.distractors - possible) > 1e-6:  # a share written with six digits counts as exact

@@ -1,17 +1,15 @@
 """Tokenize text into shards: python -m data.prepare data=NAME [path=FILE] [key=value ...]
 
-  python -m data.prepare data=stdlib                          the Python installation's own English, no download
+  python -m data.prepare data=stdlib                          the English of the Python installation, no download
   python -m data.prepare data=shakespeare [path=FILE]         tinyshakespeare, as bytes
   python -m data.prepare data=text path=FILE data.name=mine   .txt, .jsonl, .parquet; a file, a folder or a 'glob'
   python -m data.prepare data=fineweb_edu                     or openwebtext, from the Hugging Face hub
   python -m data.prepare data=hf data.dataset=OWNER/NAME      any other data set of the hub
-  python -m data.prepare data=nanogpt path=FOLDER             nanoGPT's train.bin and val.bin, without tokenizing again
 
 Run the same command again to continue after an interruption; verify=true checks every checksum of a finished set.
 The result is shards/NAME/ with train_*.bin, val_*.bin, tokenizer.json and meta.json (data.name=, data.dir= change it).
 """
 
-import contextlib
 import itertools
 import math
 import os
@@ -19,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,9 +28,8 @@ from configs import command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
 from data.holdout import Document, measure
-from data.identity import nanogpt_identity, refuse_other_request, request_of
-from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_shard
-from data.sources import Corpus, open_corpus
+from data.shards import META, PROGRESS, Shard, open_split, read_meta, token_dtype, write_shard
+from data.sources import Corpus, content_of, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, check_bytes, load_tokenizer, pieces
 
@@ -52,7 +49,7 @@ class PrepareConfig:
     data: DataConfig = MISSING
 
 
-Item = tuple[int, str, np.ndarray]  # number of the document (of nanoGPT's files: of the piece), split, next tokens of it
+Item = tuple[int, str, np.ndarray]  # number of the document, its split, its next tokens
 
 
 @dataclass
@@ -85,27 +82,45 @@ def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     """
     if Path(cfg.name).is_absolute() or ".." in Path(cfg.name).parts:
         raise ValueError(f"data.name={cfg.name} leaves the folder of prepared sets: use a plain name and data.dir=FOLDER")
-    corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
-    request = request_of(cfg, corpus.identity if corpus else nanogpt_identity(cfg))
-    folder = Path(cfg.dir)
+    corpus, folder = open_corpus(cfg), Path(cfg.dir)
+    request = request_of(cfg, corpus.identity)
     meta, state = read_meta(folder), ""
     if meta is None:
         meta = Preparation(cfg, folder, request).run(corpus)
     else:
-        refuse_other_request(folder, meta.get("request"), request)
-        check_folder(folder, verify=verify)
+        refuse_other_request(folder, meta.get("request", {}), request)
+        for split, content in meta["splits"].items():
+            if content["shards"]:
+                open_split(folder, split, verify=verify)
         state = " is already prepared and verified" if verify else " is already prepared"
     print(f"{folder}{state}: {_describe(meta)}")
     return meta
 
 
-def check_folder(folder: str | Path, *, verify: bool = False) -> None:
-    """Open every shard that meta.json lists and compare it with its entry; `verify` reads every shard whole."""
-    for split, content in read_meta(folder)["splits"].items():
-        shards = open_split(folder, split, verify=verify) if content["shards"] else []
-        for shard, listed in zip(shards, content["shards"], strict=True):
-            if (len(shard), shard.crc32) != (listed["tokens"], listed["crc32"]):
-                raise ValueError(f"{shard.path} is not the shard that {META} lists: delete {folder} and prepare again")
+def request_of(cfg: DataConfig, identity: dict) -> dict:
+    """Everything that the shards depend on and that can be seen here, which the revision of a data set on the hub cannot."""
+    tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
+    if cfg.tokenizer.path:
+        files = sorted(Path(cfg.tokenizer.path).glob("tokenizer*.json"))
+        tokenizer |= {"tokenizer.path": cfg.tokenizer.path} | ({"tokenizer_content": content_of(files)} if files else {})
+    sizes = {key: getattr(cfg, key) for key in ("val_fraction", "shard_tokens", "max_tokens")}
+    return {**identity, **tokenizer, **sizes}
+
+
+def refuse_other_request(folder: Path, before: dict, now: dict) -> None:
+    """ValueError: `folder` was prepared from another source, or with other options. `before` is the request of that time.
+
+    A fact about the source or the tokenizer that one of the two versions of this code did not write down is not compared.
+    """
+    for key in now | before:
+        option = key.split(".")[0] in DataConfig.__dataclass_fields__
+        then, ours = before.get(key), now.get(key)
+        if then == ours or not (option or (key in before and key in now)):
+            continue
+        wrong = f"the source has changed since {folder} was prepared ({key} {then} then, {ours} now)"
+        if option:
+            wrong = f"{folder} was prepared with data.{key}={then}, not {ours}"
+        raise ValueError(f"{wrong}: use another data.name=NAME, or delete {folder}")
 
 
 class Preparation:
@@ -119,35 +134,29 @@ class Preparation:
         self._resume()
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = FolderLock(folder, "prepares it")
-        if (folder / META).exists():
-            raise ValueError(f"another process has prepared {folder} meanwhile: run the same command again")
         remove_leftovers(folder)
 
-    def run(self, corpus: Corpus | None) -> dict:
-        """Write the shards of `corpus` (None: of nanoGPT's files) that are missing, then meta.json; returns its content."""
-        pool, start = ThreadPoolExecutor(self.workers), time.monotonic()
-        printed = start
+    def run(self, corpus: Corpus) -> dict:
+        """Write the shards of `corpus` that are missing, then meta.json; returns its content."""
+        pool, printed = ThreadPoolExecutor(self.workers), time.monotonic()
         try:
-            for number, split, ids in self._corpus_items(corpus, pool) if corpus else self._nanogpt_items():
+            for number, split, ids in self._items(corpus, pool):
                 self._add(number, split, ids)
                 if time.monotonic() - printed >= LINE_EVERY:
                     printed = time.monotonic()
-                    self._print_progress(corpus, printed - start)
-                if corpus and self._enough(number):
+                    print(f"{self.cfg.name}: {sum(split.tokens for split in self.splits.values()):,} tokens", flush=True)
+                if self._enough(number):
                     break
-            if corpus and corpus.blank:
+            if corpus.blank:
                 print(f"left out {corpus.blank:,} documents without text", flush=True)
             return self._finish()
-        except BaseException:
-            self._remove_if_empty()
-            raise
         finally:
             pool.shutdown(cancel_futures=True)
             self.lock.release()
 
     # from text to items
 
-    def _corpus_items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
+    def _items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
         print("reading the text to choose the validation documents", flush=True)
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
@@ -156,27 +165,31 @@ class Preparation:
         first = next(documents, None)
         if first is None:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
-        if self.tokenizer is None:
-            if self.cfg.tokenizer.name == "bpe":
-                print("training a bpe vocabulary on the text", flush=True)
-            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(hold_out.documents(corpus)))
-            if self.tokenizer.name == "hf":
-                check_bytes(self.tokenizer, text := first.text[:PIECE])
-                if self.tokenizer.decode(self.tokenizer.encode(text)).strip() != text.strip():
-                    print("note: this tokenizer changes the text, for example its case: a model will not see the original")
-        self._start()
+        self.tokenizer = self.tokenizer or self._build_tokenizer(first.text[:PIECE], hold_out.documents(corpus))
+        self.lengths = self.tokenizer.byte_lengths()
         queue: deque[tuple] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0
         for number, document in enumerate(itertools.chain([first], documents)):
             known = number < self.splits[document.split].end[0] or self._full(document.split)
             for index, text in enumerate([""] if known else pieces(document.text)):
                 begins = document.starts and not known and index == 0
-                queue.append((text, number, document.split, pool.submit(self._tokenize, number, text, begins)))
+                queue.append((number, document.split, len(text), pool.submit(self._tokenize, number, text, begins)))
                 ahead += len(text) + 4096
                 while ahead > self.workers * 4 * PIECE:
-                    ahead -= len(queue[0][0]) + 4096
-                    yield _result(*queue.popleft())
-        yield from (_result(*entry) for entry in queue)
+                    done, split, size, ids = queue.popleft()
+                    ahead -= size + 4096
+                    yield done, split, ids.result()
+        yield from ((done, split, ids.result()) for done, split, _, ids in queue)
+
+    def _build_tokenizer(self, text: str, documents: Iterable[Document]) -> Tokenizer:
+        if self.cfg.tokenizer.name == "bpe":
+            print("training a bpe vocabulary on the text", flush=True)
+        tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(documents))
+        if tokenizer.name == "hf":
+            check_bytes(tokenizer, text)
+            if tokenizer.decode(tokenizer.encode(text)).strip() != text.strip():
+                print("note: this tokenizer changes the text, for example its case: a model will not see the original")
+        return tokenizer
 
     def _tokenize(self, number: int, text: str, begins: bool) -> np.ndarray:
         try:
@@ -185,14 +198,6 @@ class Preparation:
             wrong = f"document {number + 1} cannot be tokenized ({error})"
             raise ValueError(f"{wrong}: take it out of the source, or use data.tokenizer.name=bytes") from None
         return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if begins else ids
-
-    def _nanogpt_items(self) -> Iterator[Item]:
-        self.tokenizer = self.tokenizer or build_tokenizer(self.cfg.tokenizer)
-        files = {name: open_nanogpt(Path(self.cfg.path) / f"{name}.bin", self.tokenizer.vocab_size) for name in SPLITS}
-        self._start()
-        for name, tokens in files.items():
-            for number, start in enumerate(range(0, len(tokens), PIECE)):
-                yield number, name, tokens[start : start + PIECE]
 
     # from items to shards
 
@@ -205,10 +210,8 @@ class Preparation:
         return self._full("train") and known and bool(self.splits["val"].tokens or not self.cfg.val_fraction)
 
     def _add(self, number: int, name: str, ids: np.ndarray) -> None:
-        """Append tokens to a split, without those that a resumed split already holds or that exceed max_tokens."""
+        """Append tokens to a split, without those that a finished shard already holds or that exceed max_tokens."""
         split = self.splits[name]
-        if number < split.end[0] or self._full(name):
-            return
         held, split.held = split.held, max(0, split.held - len(ids))
         ids = ids[held:]
         if name == "train" and self.cfg.max_tokens:
@@ -227,6 +230,9 @@ class Preparation:
 
     def _close_shard(self, name: str) -> None:
         split, of = self.splits[name], self.tokenizer
+        if not self._finished():
+            self._save_progress()
+            of.save(self.folder)
         file = f"{name}_{len(split.shards):06d}.bin"
         crc = write_shard(self.folder / file, *split.waiting, vocab_size=of.vocab_size, fingerprint=of.fingerprint)
         counts = {"tokens": sum(map(len, split.waiting)), "documents": split.documents, "bytes": split.bytes}
@@ -241,46 +247,31 @@ class Preparation:
         path = self.folder / PROGRESS
         if path.is_file():
             progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
-            refuse_other_request(self.folder, progress.get("request"), self.request)
+            refuse_other_request(self.folder, progress.get("request", {}), self.request)
             self.splits = {name: _resumed(self.folder, progress["splits"][name]) for name in SPLITS}
             shards = self._finished()
             self.tokenizer = load_tokenizer(self.folder) if shards else None
             for shard in shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
-            print(f"continuing {self.folder} after {len(shards)} finished shard{'s' if len(shards) != 1 else ''}", flush=True)
+            print(f"continuing {self.folder}: {len(shards)} shards are finished", flush=True)
         elif any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
             raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
 
     def _finished(self) -> list[dict]:
         return [shard for split in self.splits.values() for shard in split.shards]
 
-    def _start(self) -> None:
-        """Write progress.json and the tokenizer, once there is a tokenizer and a first text."""
-        self.lengths = self.tokenizer.byte_lengths()
-        if not self._finished():
-            self._save_progress()
-            self.tokenizer.save(self.folder)
-
     def _save_progress(self) -> None:
         content = {"request": self.request, "splits": {name: split.shards for name, split in self.splits.items()}}
         write_json(self.folder / PROGRESS, content)
 
-    def _print_progress(self, corpus: Corpus | None, seconds: float) -> None:
-        share = self.splits["train"].tokens / self.cfg.max_tokens if self.cfg.max_tokens else corpus and corpus.share
-        tokens = sum(split.tokens for split in self.splits.values())
-        rest = f", {share:.0%} done, about {seconds * (1 / share - 1):,.0f} s left" if share else ""
-        print(f"{self.cfg.name}: {tokens:,} tokens{rest}", flush=True)
-
     def _finish(self) -> dict:
+        splits, of_shard = {}, ("file", "tokens", "crc32")
         for name, split in self.splits.items():
             if split.waiting:
                 self._close_shard(name)
-        sizes, of_shard = ("tokens", "documents", "bytes"), ("file", "tokens", "crc32")
-        splits = {
-            name: {key: getattr(split, key) for key in sizes}
-            | {"shards": [{key: shard[key] for key in of_shard} for shard in split.shards]}
-            for name, split in self.splits.items()
-        }
+            shards = [{key: shard[key] for key in of_shard} for shard in split.shards]
+            sizes = {key: getattr(split, key) for key in ("tokens", "documents", "bytes")}
+            splits[name] = sizes | {"shards": shards}
         meta = {
             "version": VERSION,
             "name": self.cfg.name,
@@ -294,39 +285,25 @@ class Preparation:
         (self.folder / LOCK).unlink()
         return meta
 
-    def _remove_if_empty(self) -> None:
-        """After an error, remove the folder if it has no finished shard."""
-        if not self._finished():
-            for name in (PROGRESS, TOKENIZER, LOCK):
-                (self.folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-
-
-def _result(text: str, number: int, split: str, ids: Future) -> Item:
-    return number, split, ids.result()
-
 
 def _sample(documents: Iterable[Document]) -> Iterator[str]:
     """Training documents for a bpe vocabulary, up to BPE_SAMPLE characters."""
     characters = 0
-    for document in documents:
+    for text in (document.text for document in documents if document.split == "train"):
         if characters >= BPE_SAMPLE:
             return
-        if document.split == "train":
-            characters += len(document.text)
-            yield document.text
+        characters += len(text)
+        yield text
 
 
 def _describe(meta: dict) -> str:
-    splits, tokenizer, request = meta["splits"], meta["tokenizer"], meta["request"]
+    splits, tokenizer = meta["splits"], meta["tokenizer"]
     parts = [
         f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
         for name, split in splits.items()
     ]
     share = splits["val"]["bytes"] / max(1, sum(split["bytes"] for split in splits.values()))
-    by = "val.bin" if request["source"] == "nanogpt" else f"data.val_fraction={request['val_fraction']:g}"
-    parts.append(f"held out {share:.2%} of the bytes ({by}) ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})")
+    parts.append(f"held out {share:.2%} of the bytes ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})")
     return "; ".join(parts)
 
 
@@ -335,8 +312,7 @@ def main(cfg: PrepareConfig) -> None:
     try:
         prepare(cfg.data, verify=cfg.verify)
     except KeyboardInterrupt:
-        kept = f"finished shards stay in {cfg.data.dir}" if Path(cfg.data.dir).is_dir() else "no shard was finished"
-        print(f"\ninterrupted; {kept}: run the same command to continue", file=sys.stderr)
+        print("\ninterrupted: run the same command to continue after the finished shards", file=sys.stderr)
         sys.exit(130)
 
 

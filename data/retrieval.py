@@ -1,4 +1,4 @@
-"""Retrieval documents: facts hidden in real text and asked for at the end, which training mixes with text, in the shape of the
+"""Retrieval documents, which training mixes with text: facts hidden in real text, and questions at the end, in the shape of the
 multi-needle test of LWM and of the Differential Transformer paper (arXiv 2410.05258, section 3.3).
 
 needle: text with N sentences "The magic number of Paris is 4817." at random depths, then a question for each. dense: only such
@@ -39,11 +39,11 @@ def cities(split: str) -> list[str]:
 
 
 def draw_numbers(rng: np.random.Generator, split: str, digits: int, count: int) -> list[int]:
-    """`count` different numbers of `digits` digits from the split's own set. ValueError: it has fewer."""
+    """`count` different numbers of `digits` digits from the split's set. ValueError: it has fewer."""
     numbers = range(10 ** (digits - 1), 10**digits)
     if count > numbers.start and count > sum(_in_split(number, split) for number in numbers):
-        wrong = f"there are too few numbers of {digits} digits for {count} needles"
-        raise ValueError(f"{wrong}: use fewer needles, or use more digits in training (data.retrieval.digits)")
+        fix = "use fewer needles, or use more digits in training (data.retrieval.digits)"
+        raise ValueError(f"there are too few numbers of {digits} digits for {count} needles: {fix}")
     drawn: list[int] = []
     while len(drawn) < count:
         number = int(rng.integers(numbers.start, numbers.stop))
@@ -86,15 +86,15 @@ class Facts:
     def draw(self, rng: np.random.Generator, count: int) -> list[Fact]:
         """`count` facts about different cities, with different numbers, so that ranks of the candidates cannot tie."""
         if count > len(self.keys):
-            raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
+            raise ValueError(f"{count} needles are more than the {len(self.keys)} cities: use at most that many")
         chosen = rng.choice(len(self.keys), count, replace=False)
         numbers = draw_numbers(rng, self.split, self.digits, count)
-        return [self._fact(self.keys[i], number) for i, number in zip(chosen, numbers, strict=True)]
-
-    def _fact(self, key: list[int], number: int) -> Fact:
-        # A space that is a token of its own belongs to the question, so it ends the prompt.
-        space, value = spell(self.tokenizer, f"{number}.")
-        return Fact(key + space, value)
+        facts = []
+        for i, number in zip(chosen, numbers, strict=True):
+            # A space that is a token by itself belongs to the question, so it ends the prompt.
+            space, value = spell(self.tokenizer, f"{number}.")
+            facts.append(Fact(self.keys[i] + space, value))
+        return facts
 
 
 class RetrievalSource:
@@ -110,11 +110,10 @@ class RetrievalSource:
         self.sentence_ends = sentence_ends(tokenizer)
         self.longest = max(len(key) for key in self.facts.keys) + cfg.digits + 2
         if length < 4 * self.longest:
-            wrong = f"a context of {length} tokens is too short for retrieval documents"
-            raise ValueError(f"{wrong}: use model.context={4 * self.longest} or more, or data.retrieval.weight=0")
+            fix = f"use model.context={4 * self.longest} or more, or data.retrieval.weight=0"
+            raise ValueError(f"a context of {length} tokens is too short for retrieval documents: {fix}")
 
     def sample(self, index: int, seed: int) -> np.ndarray:
-        """(length + 1,) int64 token ids."""
         rng = np.random.default_rng([seed, index])
         kind = self._dense if rng.integers(100) < self.cfg.dense else self._needle
         return kind(rng, index, seed)
@@ -163,8 +162,10 @@ def hide(
     A fact stands exactly at its depth if no sentence ends within `reach` tokens of it. Returns the new tokens and the
     position at which each fact starts.
     """
-    places = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)]))
-    cuts = [_cut(places, depth * len(text), reach) for depth in depths]
+    places, cuts = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)])), []
+    for wish in (depth * len(text) for depth in depths):
+        nearest = int(places[np.abs(places - wish).argmin()])
+        cuts.append(nearest if abs(nearest - wish) <= reach else round(wish))
     context: list[int] = []
     starts = [0] * len(facts)
     done = 0
@@ -173,9 +174,3 @@ def hide(
         starts[i], done = len(context), cuts[i]
         context += facts[i].tokens
     return context + text[done:].tolist(), starts
-
-
-def _cut(places: np.ndarray, wish: float, reach: float) -> int:
-    """The one of `places` that is nearest to `wish`, or `wish` if none is within `reach`."""
-    nearest = int(places[np.abs(places - wish).argmin()])
-    return nearest if abs(nearest - wish) <= reach else round(wish)

@@ -3,12 +3,9 @@
 A shard is 256 little-endian int32 of header, then the tokens. Header: [0] magic, [1] version, [2] token count. Magic
 20240520 version 1 holds uint16 (llm.c's gpt-2 files); 20240801 version 7 holds uint32 (llm.c's llama-3 files).
 Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary size, [5] CRC-32 of the token bytes,
-[6:10] first 16 bytes of the tokenizer's fingerprint.
+[6:10] first 16 bytes of the tokenizer's fingerprint. nanoGPT's train.bin and val.bin hold the tokens alone.
 """
 
-from __future__ import annotations
-
-import re
 import zlib
 from pathlib import Path
 
@@ -19,12 +16,11 @@ from configs.provenance import ROOT
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of the tokens
+NANOGPT = ("train.bin", "val.bin")
 EXTENDED = 0x44494646  # "DIFF"
 META = "meta.json"
 PROGRESS = "progress.json"
-WORDS = {"train": "train", "val": "val|valid|validation"}  # what names a split in the file names of foreign shards
 CHECK_BELOW = 64 * 2**20  # bytes; smaller files have their checksum verified whenever they are opened
-MAX_TOKENS = 2**31 - 1  # the count is one int32
 AGAIN = "delete its folder and prepare again"
 
 
@@ -35,17 +31,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerprint: str) -> int:
     """Write tokens, in `parts` (n,), as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
-    count, largest = sum(map(len, parts)), max((int(part.max()) for part in parts if len(part)), default=0)
-    if count > MAX_TOKENS:
-        raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {count}: use a smaller data.shard_tokens")
-    _check_largest(path, largest, vocab_size, "use its tokenizer")
+    assert all(part.max() < vocab_size for part in parts if len(part))
     dtype, crc = token_dtype(vocab_size), 0
     parts = [np.ascontiguousarray(part, dtype=dtype) for part in parts]
     for part in parts:
         crc = zlib.crc32(part, crc)
     magic = next(magic for magic, (_, of_format) in FORMATS.items() if of_format == dtype)
     header = np.zeros(256, dtype="<i4")
-    header[0:5] = magic, FORMATS[magic][0], count, EXTENDED, vocab_size
+    header[0:5] = magic, FORMATS[magic][0], sum(map(len, parts)), EXTENDED, vocab_size
     header[5:6] = np.array([crc], dtype="<u4").view("<i4")
     header[6:10] = np.frombuffer(bytes.fromhex(fingerprint)[:16], dtype="<i4")
     write_atomic(Path(path), header.tobytes(), *(part.data for part in parts))
@@ -63,15 +56,15 @@ class Shard:
     def __init__(
         self, path: str | Path, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = False
     ) -> None:
-        self.path = Path(path)
+        self.path, self.vocab_size = Path(path), vocab_size
         header = self._read_header()
-        extended = int(header[3]) == EXTENDED
-        self.vocab_size: int | None = int(header[4]) if extended else vocab_size
-        self.crc32: int | None = int(header[5:6].view("<u4")[0]) if extended else None
-        differs = fingerprint is not None and fingerprint[:32] != header[6:10].tobytes().hex()
-        if extended and (differs or vocab_size not in (None, self.vocab_size)):
-            fix = "use the tokenizer.json beside it, or prepare as another data.name=NAME"
-            raise ValueError(f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): {fix}")
+        self.crc32: int | None = None
+        if int(header[3]) == EXTENDED:
+            self.vocab_size, self.crc32 = int(header[4]), int(header[5:6].view("<u4")[0])
+            differs = fingerprint is not None and fingerprint[:32] != header[6:10].tobytes().hex()
+            if differs or vocab_size not in (None, self.vocab_size):
+                fix = "use the tokenizer.json beside it, or prepare as another data.name=NAME"
+                raise ValueError(f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): {fix}")
         if verify or self._count * self.dtype.itemsize < CHECK_BELOW:
             if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
                 raise ValueError(f"{self.path} is corrupted (checksum differs): {AGAIN}")
@@ -83,7 +76,7 @@ class Shard:
     @property
     def tokens(self) -> np.ndarray:
         """(count,) uint16 or uint32, memory-mapped anew: the file is open as long as the array exists."""
-        return np.memmap(self.path, self.dtype, "r", HEADER_BYTES, (len(self),)) if len(self) else np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, "r", self._first, (len(self),)) if len(self) else np.empty(0, self.dtype)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as int64. ValueError: an id outside the vocabulary (large files are not scanned), or the file
@@ -92,7 +85,7 @@ class Shard:
         start, stop, _ = slice(start, stop).indices(len(self))
         size = self.dtype.itemsize
         with naming(self.path), self.path.open("rb", buffering=0) as file:
-            file.seek(HEADER_BYTES + start * size)
+            file.seek(self._first + start * size)
             content = file.read(max(stop - start, 0) * size)
         if len(content) < (stop - start) * size:
             raise ValueError(f"{self.path} is truncated: {AGAIN}")
@@ -107,26 +100,33 @@ class Shard:
             header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
         size = self.path.stat().st_size
         version, self.dtype = FORMATS.get(int(header[0]), (None, None))
+        if version is None and self.path.name in NANOGPT:
+            return self._without_header(size)
         if version is None or size < HEADER_BYTES:
-            fix = "for nanoGPT's .bin use python -m data.prepare data=nanogpt path=FOLDER"
-            raise ValueError(f"{self.path} is not a token shard (no llm.c header): {fix}")
+            raise ValueError(f"{self.path} is not a token shard (no llm.c header): prepare the text with data.prepare")
         if header[1] != version:
             raise ValueError(f"{self.path} has shard version {header[1]}, not {version}: prepare it again")
-        self._count = int(header[2])
+        self._first, self._count = HEADER_BYTES, int(header[2])
         expected = HEADER_BYTES + self._count * self.dtype.itemsize
         if size != expected:
             what = "truncated" if size < expected else "longer than its header says"
             raise ValueError(f"{self.path} is {what} ({size} bytes, not {expected}): {AGAIN}")
         return header
 
+    def _without_header(self, size: int) -> np.ndarray:
+        """nanoGPT's integers are uint16, of vocabularies that uint16 cannot hold uint32."""
+        self.dtype = token_dtype(self.vocab_size or 0)
+        self._first, self._count = 0, size // self.dtype.itemsize
+        if size == 0 or size % self.dtype.itemsize:
+            raise ValueError(f"{self.path} is empty or truncated: write it again")
+        if len(self) > 1 and not self.tokens[1 : 2**20 : 2].any():  # the upper halves of wider integers
+            raise ValueError(f"{self.path} holds wider integers than {self.dtype}: write it again as np.{self.dtype}")
+        return np.zeros(256, dtype="<i4")
+
     def _check_ids(self, tokens: np.ndarray) -> None:
-        if self.vocab_size is not None and len(tokens):
-            _check_largest(self.path, int(tokens.max()), self.vocab_size, "use the tokenizer it was written with")
-
-
-def _check_largest(path: str | Path, token: int, vocab_size: int, fix: str) -> None:
-    if token >= vocab_size:
-        raise ValueError(f"{path} holds token {token}, outside the vocabulary of {vocab_size}: {fix}")
+        if self.vocab_size is not None and len(tokens) and tokens.max() >= self.vocab_size:
+            wrong = f"{self.path} holds token {tokens.max()}, outside the vocabulary of {self.vocab_size}"
+            raise ValueError(f"{wrong}: set data.tokenizer.name to the tokenizer that wrote it")
 
 
 class TextTokens:
@@ -151,16 +151,13 @@ def read_meta(folder: str | Path) -> dict | None:
 def open_split(
     folder: str | Path, split: str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = False
 ) -> list[Shard]:
-    """The shards of one split of a prepared folder, in order; without meta.json, the .bin files whose names say the split.
+    """The shards of one split of a prepared folder, in order; without meta.json, the .bin files whose names say the split (a
+    name that says both is of the last: pretrain_val_000.bin).
 
     Raises FileNotFoundError or ValueError, in one line, for a missing folder, split or shard and as `Shard` does.
     """
     folder = Path(folder)
-    known = (ROOT / "configs" / "data" / f"{folder.name}.yaml").is_file()
-    source = f"data={folder.name}" if known else "data=text path=... data.name=NAME (docs/data.md)"
-    fix = f"prepare it: python -m data.prepare {source}"
-    meta = read_meta(folder)
-    if meta:
+    if meta := read_meta(folder):
         paths = [folder / shard["file"] for shard in meta.get("splits", {}).get(split, {}).get("shards", [])]
         fingerprint = fingerprint or meta.get("tokenizer", {}).get("fingerprint")
         if not paths and split == "val":
@@ -169,43 +166,14 @@ def open_split(
     elif (folder / PROGRESS).is_file():
         again = "run python -m data.prepare again, with the same overrides, to resume it"
         raise ValueError(f"the preparation of {folder} is not finished: {again}")
+    elif (folder / "meta.pkl").exists():
+        fix = "prepare its text instead with data=text path=FILE"
+        raise ValueError(f"{folder} has characters as tokens (nanoGPT's meta.pkl): {fix}")
     else:
-        paths = _foreign(folder, split)
+        named = [path for path in sorted(folder.glob("*.bin")) if split in path.stem]
+        paths = [path for path in named if path.stem.rfind(split) == max(map(path.stem.rfind, ("train", "val")))]
     if not paths:
-        raise FileNotFoundError(f"no {split} shards in {folder}: {fix}")
+        known = (ROOT / "configs" / "data" / f"{folder.name}.yaml").is_file()
+        source = f"data={folder.name}" if known else "data=text path=... data.name=NAME (docs/data.md)"
+        raise FileNotFoundError(f"no {split} shards in {folder}: prepare it: python -m data.prepare {source}")
     return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]
-
-
-def _foreign(folder: Path, split: str) -> list[Path]:
-    """Shards of another project: those with the split as a word of their name (pretrain_val_000.bin), else within a longer word
-    (trainset.bin) if no name says the other split. ValueError: a name has the words of both splits.
-    """
-    files = sorted(folder.glob("*.bin"))
-    named = {
-        name: [file for file in files if re.search(rf"(?<![A-Za-z])({words})(?![A-Za-z])", file.stem)]
-        for name, words in WORDS.items()
-    }
-    if both := sorted(set(named["train"]) & set(named["val"])):
-        fix = "rename it so that its name says one split"
-        raise ValueError(f"the name of {both[0]} says train and val, so its split is not known: {fix}")
-    within = [file for file in files if split in file.stem and file not in named["train"] + named["val"]]
-    return named[split] or within
-
-
-def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
-    """nanoGPT's headerless `.bin`, memory-mapped, (count,). ValueError: another format, or no file.
-
-    Its integers are uint16, of vocabularies that uint16 cannot hold uint32.
-    """
-    path, dtype = Path(path), token_dtype(vocab_size)
-    size = path.stat().st_size if path.is_file() else 0
-    if size == 0 or size % dtype.itemsize:
-        raise ValueError(f"{path} is missing, empty or truncated: give path= the folder with nanoGPT's train.bin and val.bin")
-    tokens = np.memmap(path, dtype=dtype, mode="r")
-    if size >= 4 and int.from_bytes(tokens[:2].tobytes()[:4], "little") in FORMATS:
-        raise ValueError(f"{path} already has an llm.c header: train on it as it is with data.dir={path.parent}")
-    if len(tokens) > 1 and not tokens[1 : 2**20 : 2].any():  # the upper halves of wider integers
-        raise ValueError(f"{path} holds wider integers than {dtype}: write it again as np.{dtype}")
-    largest = max(int(tokens[i : i + 2**24].max()) for i in range(0, len(tokens), 2**24))
-    _check_largest(path, largest, vocab_size, "set data.tokenizer.name to the tokenizer that wrote it")
-    return tokens

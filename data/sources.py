@@ -4,8 +4,6 @@ Documents are not shuffled: the same configuration gives the same documents in t
 preparation can continue.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import contextlib
@@ -20,50 +18,49 @@ import lzma
 import os
 import platform
 import re
-import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from configs.files import naming
 from data.config import DataConfig
-from data.identity import CONTENT, content_of
 from data.stdlib import stdlib_texts
 from data.tokenizer import EOT, import_optional
 
+WHOLE = 64 * 2**20  # bytes; files that together are no larger are compared whole
+BLOCK = 2**16  # bytes
+BLOCKS = 18  # of a file in a larger source: its head, its tail and 16 between them
 TEXT_LIMIT = 16 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
-NETWORK_TIMEOUT = 10  # seconds
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 READ = ".txt, .jsonl, .ndjson, each plain or .gz, .bz2, .xz, .zst, and .parquet"
 TEXT_NAME = re.compile(r".+(\.txt|\.jsonl|\.ndjson)(\.gz|\.bz2|\.xz|\.zst)?|.+(\.parquet)", re.IGNORECASE | re.DOTALL)
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BUILDERS = {".csv": "csv", ".json": "json"}  # suffixes that the package `datasets` reads
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes
-
-Texts = Iterator[tuple[float | None, str]]  # the share of the source that is read so far, if it is known, and a document
+UNREADABLE = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what decompressors raise for a damaged file
 
 
 @dataclass
 class Corpus:
     """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning.
 
-    identity: describes the documents; it tells whether an earlier preparation read the same ones. share, blank: of the latest
-    iteration, the share of the source that is read (None: unknown), and how many documents without text were left out.
+    identity: describes the documents; it tells whether an earlier preparation read the same ones. blank: documents without
+    text that the latest iteration has left out.
     """
 
     identity: dict
-    read: Callable[[], Texts]
-    share: float | None = None
+    read: Callable[[], Iterator[str]]
     blank: int = 0
 
     def __iter__(self) -> Iterator[str]:
         blank = 0
-        for share, text in self.read():
+        for text in self.read():
             if text.strip():
-                self.share, self.blank = share, blank
+                self.blank = blank
                 yield text
             else:
                 blank += 1
@@ -76,17 +73,16 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     if cfg.source == "mqar":
         raise ValueError("data=mqar is generated in training: there is nothing to prepare, run train.py data=mqar")
     if cfg.source not in sources:
-        raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
+        raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}")
     if cfg.path is not None and cfg.source in ("stdlib", "hf"):
-        fix = f"use data=text path={cfg.path or 'FILE'}, or leave path= out"
-        raise ValueError(f"data.source={cfg.source} reads no path: {fix}")
+        raise ValueError(f"data.source={cfg.source} reads no path: use data=text path={cfg.path or 'FILE'}, or leave path= out")
     return sources[cfg.source](cfg)
 
 
 def stdlib(cfg: DataConfig) -> Corpus:
     """The English of the Python installation (data/stdlib.py), parsed once however often it is read."""
     texts = functools.cache(stdlib_texts)
-    return Corpus({"source": "stdlib", "python": platform.python_version()}, lambda: ((None, text) for text in texts()))
+    return Corpus({"source": "stdlib", "python": platform.python_version()}, lambda: iter(texts()))
 
 
 def shakespeare(cfg: DataConfig) -> Corpus:
@@ -94,12 +90,12 @@ def shakespeare(cfg: DataConfig) -> Corpus:
     if cfg.path is not None:
         return text_files(cfg)
     text = functools.cache(_download_shakespeare)
-    return Corpus({"source": "shakespeare", "sha256": SHAKESPEARE_SHA256}, lambda: iter([(None, text())]))
+    return Corpus({"source": "shakespeare", "sha256": SHAKESPEARE_SHA256}, lambda: iter([text()]))
 
 
 def _download_shakespeare() -> str:
     try:
-        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=NETWORK_TIMEOUT) as response:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"cannot download tinyshakespeare ({_brief(error)}): give a copy with path=FILE") from None
@@ -123,32 +119,63 @@ def text_files(cfg: DataConfig) -> Corpus:
         return hugging_face(replace(cfg, dataset=BUILDERS[path.suffix.lower()], data_files=cfg.path))
     if any((path / name).is_file() for name in SAVED):
         return hugging_face(replace(cfg, dataset=cfg.path))
-    paths = _texts_in(cfg.path)
-    sizes = [path.stat().st_size for path in paths]
-    if not any(sizes):
-        raise ValueError(f"{cfg.path} is empty: give path= a file with text in it")
-
-    def read() -> Texts:
-        before = 0
-        for path, size in zip(paths, sizes, strict=True):
-            with path.open("rb") as file, _readable(path):
-                for text in _documents_of(path, file, cfg.column):
-                    yield (before + file.tell()) / sum(sizes), text
-            before += size
-
-    identity = {"source": "text", "column": cfg.column, "files": len(paths), "bytes": sum(sizes), CONTENT: content_of(paths)}
-    return Corpus(identity, read)
-
-
-def _texts_in(path: str) -> list[Path]:
-    files = _files_in(path)
+    files = _files_in(cfg.path)
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
     texts = [file for file in files if is_text(file)]
     if not texts:
         raise ValueError(f"no text in {path}: path= takes {READ} files, or one .csv or .json file")
     _refuse_copies(texts)
-    return texts
+    size = sum(text.stat().st_size for text in texts)
+    if not size:
+        raise ValueError(f"{path} is empty: give path= a file with text in it")
+
+    def read() -> Iterator[str]:
+        for text in texts:
+            with _readable(text), text.open("rb") as file:
+                yield from _documents_of(text, file, cfg.column)
+
+    identity = {"source": "text", "column": cfg.column, "files": len(texts), "bytes": size, "content": content_of(texts)}
+    return Corpus(identity, read)
+
+
+def _files_in(path: str) -> list[Path]:
+    """The file `path`, or all files below the folder `path` or below what the glob `path` matches, in order of name.
+
+    Below a folder, names that begin with a dot are left out: editors and systems keep copies and notes there
+    (.ipynb_checkpoints, ._text.txt). Symbolic links are followed; a file that several names lead to is read once.
+    """
+    roots = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    below = [name for root in roots for name in glob.iglob(f"{glob.escape(root)}/**", recursive=True)]
+    files: dict[str, Path] = {}
+    for file in sorted(Path(name) for name in {*roots, *below} if os.path.isfile(name)):
+        files.setdefault(os.path.realpath(file), file)
+    return list(files.values())
+
+
+def content_of(paths: Sequence[Path]) -> str:
+    """Digest (32 hex digits) of what local files hold: of all bytes, or of BLOCKS blocks per file of a large source.
+
+    The blocks have even distances, so a set of 100 GB is compared in seconds. A small edit between them, which leaves the
+    size of a large file as it was, is not seen.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    whole, digest = sum(sizes) <= WHOLE, hashlib.sha256()
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(b"%d\n" % size)
+        starts: Iterable[int] = ((size - BLOCK) * i // (BLOCKS - 1) for i in range(BLOCKS))
+        if whole or size <= BLOCKS * BLOCK:
+            starts = range(0, size, BLOCK)
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()[:32]
+
+
+def is_text(path: Path) -> bool:
+    """Whether the name of a file ends in .txt, .jsonl or .ndjson, with or without the suffix of a compression, or .parquet."""
+    return TEXT_NAME.fullmatch(path.name) is not None
 
 
 def _refuse_copies(texts: list[Path]) -> None:
@@ -162,31 +189,6 @@ def _refuse_copies(texts: list[Path]) -> None:
         unpacked[name] = file
 
 
-def _files_in(path: str) -> list[Path]:
-    """The file `path`, or all files below the folder `path` or below what the glob `path` matches, in order of name.
-
-    Below a folder, names that begin with a dot are left out: editors and systems keep copies and notes there
-    (.ipynb_checkpoints, ._text.txt). Symbolic links are followed.
-    """
-    files: set[str] = set()
-    folders_read: set[str] = set()  # a link to a folder above would be followed for ever
-    for root in [path] if os.path.exists(path) else glob.glob(path, recursive=True):
-        files.add(root)
-        for folder, folders, names in os.walk(root, followlinks=True):
-            if os.path.realpath(folder) in folders_read:
-                folders.clear()
-                continue
-            folders_read.add(os.path.realpath(folder))
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            files |= {os.path.join(folder, name) for name in names if not name.startswith(".")}
-    return sorted(Path(file) for file in files if os.path.isfile(file))
-
-
-def is_text(path: Path) -> bool:
-    """Whether the name of a file ends in .txt, .jsonl or .ndjson, with or without the suffix of a compression, or .parquet."""
-    return TEXT_NAME.fullmatch(path.name) is not None
-
-
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
     """Turn what decompressors and decoders raise into one line that names the file."""
@@ -198,9 +200,8 @@ def _readable(path: Path) -> Iterator[None]:
         fix = f"convert it first, e.g. iconv -f {encoding} -t utf-8 FILE > NEW"
         raise ValueError(f"{path} is not UTF-8 text: {fix}") from None
     except Exception as error:
-        broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
-        foreign = type(error).__module__.split(".")[0] == "pyarrow"
-        if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
+        broken = isinstance(error, UNREADABLE) or type(error).__module__.startswith("pyarrow")
+        if not broken or getattr(error, "errno", None):  # an error of the system has a number
             raise
         raise ValueError(f"{path} is truncated or not of the format that its suffix names: copy it again") from None
 
@@ -213,7 +214,7 @@ def _documents_of(path: Path, file: BinaryIO, column: str) -> Iterator[str]:
         pyarrow = import_optional("pyarrow", f"reading {path.name}")
         file = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 2**20)
     elif packed:
-        file = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed](file, "rb")
+        file = OPENERS[packed](file, "rb")
     return _plain(file) if text == ".txt" else _jsonl(path, file, column)
 
 
@@ -274,22 +275,20 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     # Files beside OWNER/NAME lie on the hub; those beside a builder, such as json or parquet, are local.
     local = os.path.join(folder, cfg.data_files or "") if folder or "/" not in cfg.dataset else ""
 
-    def read() -> Texts:
-        return ((share, _text_of(row, cfg.column, cfg.dataset)) for share, row in _rows(cfg, local))
+    def read() -> Iterator[str]:
+        return (_text_of(row, cfg.column, cfg.dataset) for row in _rows(cfg, local))
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     if local:
         paths = _files_in(local)
         _refuse_copies([path for path in paths if is_text(path)])
         content = content_of([path for path in paths if not path.name.startswith("cache-")])
-        identity |= {"data_files": cfg.data_files, CONTENT: content}
+        identity |= {"data_files": cfg.data_files, "content": content}
     return Corpus(identity, read)
 
 
-def _rows(cfg: DataConfig, local: str) -> Iterator[tuple[float | None, dict]]:
+def _rows(cfg: DataConfig, local: str) -> Iterator[dict]:
     datasets = import_optional("datasets", f"data.dataset={cfg.dataset}")
-    if not local and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("1", "true", "yes", "on"):
-        _reach_hub()
     try:  # the classes of the datasets, hub and http libraries have no common one
         if any(Path(cfg.dataset, name).is_file() for name in SAVED):
             saved = datasets.load_from_disk(cfg.dataset)
@@ -298,32 +297,15 @@ def _rows(cfg: DataConfig, local: str) -> Iterator[tuple[float | None, dict]]:
             files = {"data_files": {cfg.split: cfg.data_files}} if cfg.data_files else {}
             rows = datasets.load_dataset(cfg.dataset, cfg.subset, split=cfg.split, streaming=cfg.streaming, **files)
     except Exception as error:
-        fix = f"data.subset and data.split, or use local files: data=text path={local or 'FILE'}"
-        raise ValueError(f"cannot load data set {cfg.dataset} ({_brief(error)}): check data.dataset, {fix}") from error
-    splits = rows.info.splits or {}
-    total = splits[cfg.split].num_examples if cfg.split in splits else None
+        fix = f"check data.dataset, data.subset and data.split, or use local files: data=text path={local or 'FILE'}"
+        raise ValueError(f"cannot load data set {cfg.dataset} ({_brief(error)}): {fix}") from error
     if cfg.column in (rows.column_names or ()):  # a stream may not know them
         rows = rows.select_columns(cfg.column)
     try:
-        for number, row in enumerate(rows, 1):
-            yield number / total if total else None, row
+        yield from rows
     except Exception as error:
         fix = f"correct the file, or read it with data=text path={local}" if local else "repeat this command to resume"
         raise ValueError(f"reading {cfg.dataset} failed ({_brief(error)}): {fix}") from error
-
-
-def _reach_hub() -> None:
-    """ValueError if the hub does not answer within NETWORK_TIMEOUT; the libraries would retry for minutes."""
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=NETWORK_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        pass  # the hub answered
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(
-            f"cannot reach {endpoint} ({_brief(error)}): use local files with data=text path=FILE, "
-            "or set HF_HUB_OFFLINE=1 if the data set is already downloaded"
-        ) from None
 
 
 def _brief(error: BaseException) -> str:

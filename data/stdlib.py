@@ -15,10 +15,7 @@ def stdlib_texts() -> list[str]:
     per module. Sources are parsed, never imported; the text depends only on the Python version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        (path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts)),
-        key=lambda path: path.relative_to(root).parts,
-    )
+    paths = sorted(path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts))
     texts: list[str] = []
     seen: set[str] = set()
     for path in paths:
@@ -37,7 +34,7 @@ def _topics(source: bytes) -> list[str]:
 
 
 def _without_excerpts(texts: list[str]) -> list[str]:
-    """Without texts that mostly repeat a longer one: `if` is a section of `compound`, and both splits would hold it."""
+    """`if` is a section of `compound`, for example, and both splits would hold it."""
     seen: set[str] = set()
     kept = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):

@@ -18,7 +18,7 @@ def is_task(cfg: DataConfig) -> bool:
 
 
 def open_tokenizer(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer of the prepared folder, or a task's own."""
+    """The tokenizer of the prepared folder, or that of a task."""
     return mqar_tokenizer(cfg.mqar) if is_task(cfg) else load_tokenizer(Path(cfg.dir), cfg.tokenizer)
 
 
@@ -28,7 +28,7 @@ def open_sources(
     """What training reads and the windows of validation, both rows of `context` + 1 tokens.
 
     Training reads the text alone, or mixed with retrieval documents made from it. document_mask: whether the model's tokens
-    see only their own document; then a retrieval document has no end-of-text token between a fact and its question.
+    see only their document; then a retrieval document has no end-of-text token between a fact and its question.
     """
     weight = cfg.retrieval.weight
     if is_task(cfg):
@@ -37,7 +37,7 @@ def open_sources(
         task = Mqar(cfg.mqar, context)
         return task, task
     same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    text, val = (Windows(open_split(Path(cfg.dir), split, **same), context, split) for split in ("train", "val"))
+    text, val = (Windows(open_split(Path(cfg.dir), split, **same), context) for split in ("train", "val"))
     if not weight:
         return text, val
     retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context, document_mask)

@@ -1,4 +1,4 @@
-"""Tokenizers: the published tiktoken encodings, byte-level BPE trained on the corpus, plain bytes, and other models' own.
+"""Tokenizers: the published tiktoken encodings, byte-level BPE trained on the corpus, plain bytes, and those of other models.
 
 All but the last kind wrap a `tiktoken.Encoding`; the package `tokenizers` runs a model folder's tokenizer.json. Every
 tokenizer has a fingerprint, which shards and checkpoints record.
@@ -46,8 +46,7 @@ SAMPLE = (
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     """Cut a long document only where the split pattern of every tokenizer splits, too, so the tokens stay the same: after a
-    lone newline within text (not before a slash, because of o200k_base), or, where none is near, before the space between two
-    words. Exceptions are tokenizers that put a space before each piece (sentencepiece, add_prefix_space).
+    lone newline within text (not before a slash: o200k_base), or, where none is near, before the space between two words.
     """
     start = 0
     while len(text) - start > size:
@@ -79,7 +78,7 @@ class Tokenizer:
         return self.encoding.encode_ordinary(_valid(text))
 
     def encode_array(self, text: str) -> np.ndarray:
-        """As `encode`, returned as (tokens,) uint32. Keeps the GIL free, so threads scale."""
+        """As `encode`, returned as (tokens,) uint32, without the GIL, so threads scale."""
         return self.encoding.encode_to_numpy(_valid(text), disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -91,7 +90,7 @@ class Tokenizer:
         return frozenset((*self.encoding._mergeable_ranks.values(), *self.encoding._special_tokens.values()))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token (of `eot`: its own name). KeyError: no token has this id."""
+        """The bytes of one token (of `eot`: its name). KeyError: no token has this id."""
         return self.encoding.decode_single_token_bytes(int(token))
 
     def byte_lengths(self) -> np.ndarray:
@@ -107,7 +106,6 @@ class Tokenizer:
         write_json(Path(folder) / FILE, content | self._definition())
 
     def _definition(self) -> dict[str, Any]:
-        """What `load_tokenizer` needs beside the name."""
         if self.name != "bpe":
             return {}
         ranks = self.encoding._mergeable_ranks
@@ -138,8 +136,6 @@ class FolderTokenizer(Tokenizer):
         self.vocab_size = max(self.tokens) + 1
         self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         self.byte_level = _is_byte_level(definition, source)
-        if eot not in self.tokens:
-            raise ValueError(f"{source} has no token {eot}, which is to begin a text: correct tokenizer_config.json")
         self.fingerprint = hashlib.sha256(json.dumps([decides, eot], sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -151,7 +147,7 @@ class FolderTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(i) for i in ids if int(i) in self.tokens]
-        if self.byte_level:  # the package's own decoder takes an added token's letters for bytes
+        if self.byte_level:  # the package's decoder takes an added token's letters for bytes
             return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
         return self.hf.decode(known, skip_special_tokens=False)
 
@@ -179,20 +175,18 @@ class FolderTokenizer(Tokenizer):
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
-    GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit. ValueError: there is
-    no tokenizer.json, neither a bos nor an eos token is named, or the bytes of the tokens are not those of the text.
+    GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
     """
     path = Path(folder) / FILE
     if not path.is_file():
-        fix = "save it there with transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-        raise ValueError(f"{folder} has no {FILE}: {fix}")
+        raise ValueError(f"{folder} has no {FILE}: write it with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)")
     definition = _read_json(path)
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
     tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
     check_bytes(tokenizer, "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n")
     if (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
-        with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
+        with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's tokenizer
             gpt2 = Tokenizer(_encoding("gpt2"))
             ranks = {tokenizer.token_bytes(token): token for token in tokenizer.tokens if token != gpt2.eot}
             if ranks == gpt2.encoding._mergeable_ranks and tokenizer.encode(SAMPLE) == gpt2.encode(SAMPLE):
@@ -214,19 +208,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
     """The id of the bos token, else of the eos token; tokenizer_config.json names it, or else config.json."""
-    vocab = definition["model"].get("vocab")  # of a unigram model it is a list
-    ids = dict(vocab) if isinstance(vocab, dict) else {}
-    ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
-    named = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    numbered = _read_json(folder / "config.json")
+    ids = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
+    named, numbered = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     for kind in ("bos", "eos"):
-        token = named.get(f"{kind}_token")
+        token, number = named.get(f"{kind}_token"), numbered.get(f"{kind}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
+        number = number[0] if isinstance(number, list) and number else number
         if token in ids:
             return ids[token]
-        number = numbered.get(f"{kind}_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        if token is None and isinstance(number, int):
+        if token is None and number in ids.values():
             return number
     raise ValueError(f"{folder} names neither a bos nor an eos token: add one to its tokenizer_config.json")
 
@@ -235,14 +225,9 @@ def _is_byte_level(definition: dict[str, Any], source: str | Path) -> bool:
     """True if token texts are GPT-2's printable letters for bytes, False for sentencepiece. ValueError: other kinds."""
     decoder = definition.get("decoder") or {}
     kinds = {part.get("type") for part in (decoder, *(decoder.get("decoders") or ()))}
-    if "ByteLevel" in kinds:
-        return True
-    if kinds & {"Metaspace", "ByteFallback"}:
-        return False
-    raise ValueError(
-        f"{source} decodes by {', '.join(sorted(map(str, kinds)))}, so the bytes of its tokens are not known: "
-        "use a model with a byte-level or sentencepiece tokenizer"
-    )
+    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+        raise ValueError(f"{source} decodes by {kinds}: use a model with a byte-level or sentencepiece tokenizer")
+    return "ByteLevel" in kinds
 
 
 def _valid(text: str) -> str:
@@ -253,8 +238,7 @@ def _valid(text: str) -> str:
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
     """The tokenizer saved in `folder`. FileNotFoundError if there is none; ValueError if its file is damaged or edited.
 
-    foreign: the tokenizer of shards without a tokenizer.json (llm.c, modded-nanogpt); in place of a bpe, which only we train,
-    GPT-2's.
+    foreign: of shards without a tokenizer.json (llm.c, nanoGPT); in place of a bpe, which only we train, GPT-2's.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -299,10 +283,9 @@ def _encoding(name: str) -> tiktoken.Encoding:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came is not the file
         reason, folder = str(error).splitlines()[0][:160], os.environ.get("TIKTOKEN_CACHE_DIR", "is not set")
-        raise ValueError(
-            f"no whole copy of the vocabulary of {name} is in TIKTOKEN_CACHE_DIR ({folder}), and it cannot be downloaded "
-            f"({reason}): set TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer.name=bpe"
-        ) from None
+        wrong = f"no whole copy of the vocabulary of {name} is in TIKTOKEN_CACHE_DIR ({folder}) or comes by download ({reason})"
+        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer.name=bpe"
+        raise ValueError(f"{wrong}: {fix}") from None
 
 
 def _bpe_encoding(tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
@@ -324,13 +307,11 @@ def _fingerprint(encoding: tiktoken.Encoding) -> str:
     return digest.hexdigest()
 
 
-def _numbers() -> Iterator[str]:
-    """Text in which every pair of digits is frequent enough to become a token, with a space before it and without."""
-    return (" ".join(("", *(f"{number:04}" for number in range(10_000)))) for _ in range(5))
-
-
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves."""
+    """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves.
+
+    Numbers make every pair of digits frequent enough to become a token, with a space before it and without.
+    """
     tokenizers = import_optional("tokenizers", "training bpe")
     hf = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(BPE_PATTERN), behavior="isolated")
@@ -338,7 +319,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    hf.train_from_iterator(itertools.chain(map(_valid, texts), _numbers() if vocab_size >= WITH_NUMBERS else ()), trainer)
+    numbers = " ".join(("", *(f"{number:04}" for number in range(10_000))))
+    hf.train_from_iterator(itertools.chain(map(_valid, texts), [numbers] * (5 if vocab_size >= WITH_NUMBERS else 0)), trainer)
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
         fix = f"use a data.tokenizer.vocab_size below {len(vocab) + 1}, or data.tokenizer.name=bytes"

@@ -39,7 +39,6 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
 
 
 def _definition(tokenizer: Tokenizer) -> dict:
-    """The content of tokenizer.json for a tiktoken encoding."""
     tokenizers = import_optional("tokenizers", "exporting a tokenizer")
     ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
     letter = {byte: character for character, byte in BYTE_OF.items()}

@@ -48,7 +48,7 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     right = []
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, at = _tensors(part, common.device_of(model), "tokens", "asked")
+        tokens, at = _tensors(part, common.device_of(model), "tokens", "questions")
         logits = model(tokens[:, :-1], rows=at)
         common.check_finite(logits)
         right.append((logits.argmax(-1) == tokens.gather(1, at + 1)).cpu().numpy())
@@ -56,7 +56,7 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
 
 
 def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[Tensor]:
-    """Fields of all samples, stacked: `tokens` (B, T + 1), positions `asked` (B, R) or `distractors` (B, n)."""
+    """Fields of all samples, stacked: `tokens` (B, T + 1), positions `questions` (B, R) or `distractors` (B, n)."""
     return [torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device) for name in names]
 
 
@@ -107,7 +107,7 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, at, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
+        tokens, at, distractors = _tensors(part, common.device_of(model), "tokens", "questions", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
         with probe(model, at, apart=True) as seen:
             model(tokens[:, :-1], rows=at)
@@ -131,7 +131,7 @@ def _named(values: dict[str, Tensor]) -> dict[str, Any]:
 
 def bucket_of_positions(samples: list[Sample]) -> Tensor:
     """The bucket of each position for each question: (B, R, T, buckets), one-hot."""
-    bucket = np.full((len(samples), len(samples[0].asked), len(samples[0].tokens) - 1), BUCKETS.index("elsewhere"))
+    bucket = np.full((len(samples), len(samples[0].questions), len(samples[0].tokens) - 1), BUCKETS.index("elsewhere"))
     questions = np.arange(bucket.shape[1])
     for rows, sample in zip(bucket, samples, strict=True):
         rows[:, 0] = BUCKETS.index("first")

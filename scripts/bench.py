@@ -16,7 +16,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -32,22 +31,18 @@ from configs.provenance import machine, version
 from model.attention.backends import BACKENDS
 from training.distributed import join_world, pick_dtype
 
-WORKS = (attention, train, loader, tokenizer, decode)
-BENCHES = {work.__name__: work for work in WORKS}
+BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode)}
 
 
 def check(cfg: BenchConfig) -> None:
     """Raise ValueError, with what to type, for names that do not exist."""
-    known = {
-        "what": ([cfg.what], list(BENCHES)),
-        "variants": (cfg.variants or [], names()),
-        "backends": (cfg.backends or [], list(BACKENDS)),
-    }
-    for key, (given, allowed) in known.items():
+    for key, given, allowed in (
+        ("what", [cfg.what], BENCHES),
+        ("variants", cfg.variants or [], names()),
+        ("backends", cfg.backends or [], BACKENDS),
+    ):
         if unknown := [name for name in given if name not in allowed]:
             raise ValueError(f"{key} has no '{unknown[0]}': use {', '.join(allowed)}")
-    if cfg.out and Path(cfg.out).suffix != ".json":
-        raise ValueError(f"out={cfg.out} is not a .json file: use out=runs/bench/{cfg.what}.json")
 
 
 @command("bench", BenchConfig)
@@ -64,16 +59,10 @@ def main(cfg: BenchConfig) -> None:
     content = {"bench": cfg.what, "config": asdict(cfg), "machine": where, "version": version()}
     path = Path(cfg.out or f"runs/bench/{cfg.what}.json")
     write_json(path, content | {"results": {"rows": list(map(asdict, rows))}})
-    text = f"{table(rows)}\n\n{conditions(content)}\n"
+    machine_line = f"{where['cpu']}, GPU {where['gpu']}, {where['threads']} threads, {where['dtype']}, load {where['load']}"
+    text = f"{table(rows)}\n\nn = {cfg.rounds} rounds; {machine_line} at the start; {content['version']}\n"
     write_atomic(path.with_suffix(".md"), text.encode())
     print(f"{text}{path}")
-
-
-def conditions(content: dict[str, Any]) -> str:
-    """One line with the conditions under which the table was made."""
-    where = content["machine"]
-    return (f"n = {content['config']['rounds']} rounds; {where['cpu']}, GPU {where['gpu']}, {where['threads']} threads, "
-            f"{where['dtype']}, load {where['load']} at the start; {content['version']}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ LONG = {
     "model/attention/kernels/diff_triton.py: backward_kernel",
     "model/attention/kernels/diff_triton.py: forward_kernel",
     "model/decoder.py: stream",
-    "tests/data/test_prepare.py",
     "tests/model/test_backends.py",
     "tests/model/test_kernels.py: draw",
     "tests/model/test_modules.py",

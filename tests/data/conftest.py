@@ -24,7 +24,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def corpus() -> list[str]:
-    """English enough to train a small bpe vocabulary on: the project's own data code."""
+    """English enough to train a small bpe vocabulary on: the project's code of data/."""
     return [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
 
 

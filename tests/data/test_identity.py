@@ -2,10 +2,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data import identity
+from data import sources
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import prepare
 from data.shards import META
@@ -31,59 +30,40 @@ def hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict,
     return {"source": "hf", "dataset": "json", "data_files": str(path)}, path
 
 
-def nanogpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, Path]:
-    for split in ("train", "val"):
-        np.full(1000, 65, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
-    return {"source": "nanogpt", "path": str(tmp_path)}, tmp_path / "train.bin"
-
-
 def patch(path: Path, position: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(position)
         file.write(content)
 
 
-@pytest.mark.parametrize("source", [text, hugging_face, nanogpt])
+@pytest.mark.parametrize("source", [text, hugging_face])
 def test_another_text_of_the_same_size_is_not_already_prepared(cfg, tmp_path, source, monkeypatch):
+    """A set of an earlier version, whose meta.json does not say the content, is compared by what it says."""
     options, path = source(tmp_path, monkeypatch)
     cfg = replace(cfg, **options)
     meta = prepare(cfg)
     assert prepare(cfg) == meta
     changed = path.read_bytes()
-    patch(path, len(changed) - 10, b"B")  # in the last text; nanoGPT: another token
+    patch(path, len(changed) - 10, b"B")  # in the last text
     with pytest.raises(ValueError, match=r"the source has changed since .* \(content \w{32} then, \w{32} now\)"):
         prepare(cfg)
-    path.write_bytes(changed)
-    assert prepare(cfg) == meta
-
-
-@pytest.mark.parametrize("source", [text, nanogpt])
-def test_sets_of_earlier_versions_stay_prepared(cfg, tmp_path, source, monkeypatch):
-    """Their meta.json does not say the content; what it says must agree, as before."""
-    options, path = source(tmp_path, monkeypatch)
-    cfg = replace(cfg, **options)
-    meta = prepare(cfg)
     del meta["request"]["content"]
     (Path(cfg.dir) / META).write_text(json.dumps(meta))
     assert prepare(cfg) == meta
-    with path.open("ab") as file:
-        file.write(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="the source has changed since"):
-        prepare(cfg)
 
 
 def test_of_a_large_source_blocks_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "WHOLE", 0)
+    monkeypatch.setattr(sources, "WHOLE", 0)
     path, size = tmp_path / "large.bin", 3 * 2**20
     path.write_bytes(bytes(size))
-    before = identity.content_of([path])
-    step = (size - identity.BLOCK) // (identity.BLOCKS - 1)
-    between = identity.BLOCK + (step - identity.BLOCK) // 2
+    before = sources.content_of([path])
+    step = (size - sources.BLOCK) // (sources.BLOCKS - 1)
+    between = sources.BLOCK + (step - sources.BLOCK) // 2
     for position, seen in ((0, True), (step, True), (9 * step + 100, True), (size - 1, True), (between, False)):
         patch(path, position, b"\x01")
-        assert (identity.content_of([path]) != before) == seen, position
+        assert (sources.content_of([path]) != before) == seen, position
         patch(path, position, b"\x00")
     monkeypatch.undo()
-    before = identity.content_of([path])
+    before = sources.content_of([path])
     patch(path, between, b"\x01")
-    assert identity.content_of([path]) != before
+    assert sources.content_of([path]) != before

@@ -34,26 +34,17 @@ def refused(match: str, path: Path | str, error=ValueError, **options) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_stdlib_is_english_of_about_two_megabytes():
-    texts = list(open_corpus(DataConfig("stdlib", "stdlib")))
-    assert len(set(texts)) == len(texts)
-    assert 1_500_000 < sum(map(len, texts)) < 4_000_000
-    assert any(text.startswith("Compound statements") for text in texts)
-    assert any(text.startswith("json\n\nJSON (JavaScript Object Notation)") for text in texts)
-
-
-def test_stdlib_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
+def test_stdlib_leaves_out_what_is_not_the_library_and_excerpts(tmp_path, monkeypatch):
     for name in ("b.py", "a/__init__.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "idlelib/i.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'"""Text of {name}."""')
+    (tmp_path / "pydoc_data").mkdir()
+    topics = {"x": "a\n\nlong section here\n\nmore", "y": "long section here", "z": "something else"}
+    (tmp_path / "pydoc_data" / "topics.py").write_text(f"topics = {topics}")
     monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = open_corpus(DataConfig("stdlib", "stdlib"))
-    assert list(corpus) == list(corpus) == ["a\n\nText of a/__init__.py.", "b\n\nText of b.py."]
-
-
-def test_stdlib_has_no_topic_that_is_an_excerpt_of_another():
-    topics = stdlib._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
-    assert topics == ["a\n\nlong section here\n\nmore", "something else"]
+    texts = ["a\n\nText of a/__init__.py.", "b\n\nText of b.py.", topics["x"], topics["z"]]
+    assert list(corpus) == list(corpus) == texts
 
 
 def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
@@ -76,6 +67,11 @@ def test_plain_text(tmp_path):
     assert read(path) == ["one\r\ntwo\n\n"]
     path.write_text("one\n<|endoftext|>\ntwo\n\n<|endoftext|>\n \n<|endoftext|>three")
     assert read(path) == ["one", "two", "three"]
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": "one"}\n')
+    assert read(path) == ["one"]
+    path.write_text('{"text": 5, "id": 1}\n')
+    refused("line 1 has no text under 'text' .it has a value of type int.: use data.column=NAME", path)
 
 
 @pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
@@ -89,16 +85,6 @@ def test_the_command_that_converts_a_text_works(tmp_path, encoding):
     command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
     subprocess.run(command, shell=True, check=True)
     assert read(new) == ["naïve"]
-
-
-def test_a_row_of_null_is_no_document(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": null}\n{"text": "one"}\n')
-    assert read(path) == ["one"]
-    path.write_text('{"text": 5, "id": 1}\n')
-    refused("line 1 has no text under 'text' .it has a value of type int.: use data.column=NAME", path)
-    path.write_text('{"id": 1}\n')
-    refused("line 1 has no text under 'text' .it has id.: use data.column=NAME", path)
 
 
 def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
@@ -126,16 +112,6 @@ def test_compressed(tmp_path, suffix):
     refused("truncated", path)
 
 
-def test_folders_behind_symbolic_links_are_read_once(tmp_path):
-    (tmp_path / "tree" / "own").mkdir(parents=True)
-    (tmp_path / "tree" / "own" / "a.txt").write_text("own")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "b.txt").write_text("linked")
-    (tmp_path / "tree" / "linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "tree" / "own" / "back").symlink_to(tmp_path / "tree")
-    assert sorted(read(tmp_path / "tree")) == sorted(read(str(tmp_path / "tree" / "*"))) == ["linked", "own"]
-
-
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="optional package pyarrow is not installed")
     import pyarrow
@@ -156,6 +132,19 @@ def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
     assert read(tmp_path) == ["a", "b", "c"]
     assert read(tmp_path / "*.jsonl") == ["a", "b"]
     assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
+    assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "b.jsonl")))) == ["b"]
+
+
+def test_below_a_folder_hidden_files_are_left_out_and_links_are_followed_once(tmp_path):
+    folder = tmp_path / ".kept" / "fold"
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt", "deep/.git/b.txt", "../elsewhere/c.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "linked").symlink_to(tmp_path / ".kept" / "elsewhere")
+    (folder / "deep" / "back").symlink_to(folder)
+    assert read(folder) == ["a.txt", "../elsewhere/c.txt"]
+    assert read(f"{tmp_path}/.kept/*") == ["../elsewhere/c.txt", "a.txt"]
+    assert read(folder / ".hidden.txt") == [".hidden.txt"]
 
 
 def test_a_text_and_its_compressed_copy_are_refused(tmp_path):
@@ -166,129 +155,64 @@ def test_a_text_and_its_compressed_copy_are_refused(tmp_path):
     assert read(tmp_path / "*.gz") == read(tmp_path / "a.jsonl") == DOCUMENTS
 
 
-def test_hidden_files_below_a_folder_are_not_text(tmp_path):
-    folder = tmp_path / ".kept" / "fold"
-    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt", "deep/.git/b.txt"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    (folder / "._a.txt").write_bytes(b"\x00\x05\x16\x07\xff")
-    assert read(folder) == read(f"{tmp_path}/.kept/*") == ["a.txt"]
-    assert read(folder / ".hidden.txt") == [".hidden.txt"]
-    assert read(folder / ".ipynb_checkpoints") == [".ipynb_checkpoints/a-checkpoint.txt"]
+def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("Name or service not known")
 
-
-def test_identity_does_not_depend_on_the_place(tmp_path):
-    (tmp_path / "other").mkdir()
-    paths = [jsonl(tmp_path / name) for name in ("a.jsonl", "other/b.jsonl")]
-    assert len({json.dumps(open_corpus(DataConfig("m", "text", str(path))).identity) for path in paths}) == 1
-
-
-def test_missing_packages_name_the_command(tmp_path, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pyarrow", None)
         (tmp_path / "a.txt.zst").write_bytes(b"x")
         refused("pip install pyarrow", tmp_path / "a.txt.zst")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        list(open_corpus(DataConfig("mine", "hf", dataset="a/b")))
-
-
-def test_an_unreachable_network_is_one_line(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise urllib.error.URLError("Name or service not known")
-
-    pytest.importorskip("datasets", reason="optional package datasets is not installed")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        without.setitem(sys.modules, "datasets", None)
+        with pytest.raises(ValueError, match="pip install datasets"):
+            rows(dataset="a/b")
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    for cfg, match in [
-        (DataConfig("mine", "hf", dataset="a/b"), "cannot reach .*data=text path=FILE"),
-        (DataConfig("shakespeare", "shakespeare"), "cannot download tinyshakespeare .*path=FILE"),
-    ]:
-        with pytest.raises(ValueError, match=match) as caught:
-            list(open_corpus(cfg))
-        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="cannot download tinyshakespeare .*path=FILE") as caught:
+        list(open_corpus(DataConfig("shakespeare", "shakespeare")))
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_hugging_face(tmp_path, monkeypatch, streaming):
-    """A data set on disk goes the way of one on the hub."""
-    datasets = pytest.importorskip("datasets", reason="optional package datasets is not installed")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    jsonl(tmp_path / "set" / "train.jsonl")
-    cfg = DataConfig("mine", "hf", dataset=str(tmp_path / "set"), streaming=streaming)
-    corpus = open_corpus(cfg)
-    assert list(corpus) == DOCUMENTS and list(corpus) == DOCUMENTS and corpus.share == (None if streaming else 1)
-    for change, match in [({"column": "body"}, "it has text, id.*use data.column="), ({"split": "dev"}, "data.split")]:
-        with pytest.raises(ValueError, match=match) as caught:
-            list(open_corpus(DataConfig("mine", "hf", dataset=cfg.dataset, streaming=streaming, **change)))
-        assert "\n" not in str(caught.value)
-
-
-def test_shakespeare_takes_a_local_copy(tmp_path):
-    path = tmp_path / "input.txt"
-    path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
-    assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(path)))) == [path.read_text()]
-    with pytest.raises(FileNotFoundError, match="correct path="):
-        open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "no.txt")))
+@pytest.fixture
+def datasets(monkeypatch, tmp_path):
+    module = pytest.importorskip("datasets", reason="optional package datasets is not installed")
+    monkeypatch.setattr(module.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    module.disable_progress_bars()
+    return module
 
 
 def rows(**options) -> list[str]:
     return list(open_corpus(DataConfig("mine", "hf", **options)))
 
 
-@pytest.fixture
-def datasets(monkeypatch, tmp_path):
-    module = pytest.importorskip("datasets", reason="optional package datasets is not installed")
-    monkeypatch.setattr(sources, "_reach_hub", lambda: pytest.fail("a local data set needs no network"))
-    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    module.disable_progress_bars()
-    return module
-
-
-def test_a_data_set_saved_to_disk_needs_no_network(tmp_path, datasets):
-    one = datasets.Dataset.from_dict({"text": DOCUMENTS, "id": [1, 2, 3]})
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / "two")
-    assert rows(dataset=str(tmp_path / "one")) == DOCUMENTS
-    assert rows(dataset=str(tmp_path / "two"), split="test") == DOCUMENTS[:1]
-    with pytest.raises(ValueError, match="no text under 'id' .it has a value of type int.: use data.column="):
-        rows(dataset=str(tmp_path / "one"), column="id")
-    with pytest.raises(ValueError, match=r"cannot load data set .*two .*check data\.dataset"):
-        rows(dataset=str(tmp_path / "two"), split="none")
-
-
-def test_builders_with_data_files_need_no_network(tmp_path, datasets):
-    jsonl(tmp_path / "mine.jsonl")
-    datasets.Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "mine.parquet")
-    for name, files, streaming in (("json", "mine.jsonl", False), ("parquet", "*.parquet", True)):
-        assert rows(dataset=name, data_files=str(tmp_path / files), streaming=streaming) == DOCUMENTS
-    with pytest.raises(ValueError, match="cannot load data set json"):
-        rows(dataset="json", data_files=str(tmp_path / "none*.jsonl"))
-
-
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_that_cannot_be_read_says_why(tmp_path, datasets, streaming):
-    """The package's own message is 'An error occurred while generating the dataset'; the cause is below it."""
-    (tmp_path / "mine.jsonl").write_text('{"text": "fine"}\n{"text": "cut\n')
-    with pytest.raises(ValueError, match=r"JSON parse error.*data=text path=.*/mine\.jsonl") as caught:
-        rows(dataset="json", data_files=str(tmp_path / "mine.jsonl"), streaming=streaming)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_data_set_is_not_read_twice(tmp_path, datasets):
-    content = jsonl(tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(ValueError, match="look like one text twice"):
-        rows(dataset=str(tmp_path))
+def test_a_data_set_is_read_or_says_why_not(tmp_path, datasets, streaming):
+    """The package's text is 'An error occurred while generating the dataset'; the cause is below it."""
+    (tmp_path / "set").mkdir()
+    path, broken = jsonl(tmp_path / "set" / "mine.jsonl"), tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": "cut\n')
+    folder, files = {"dataset": str(path.parent)}, {"dataset": "json", "data_files": str(path)}
+    assert rows(**folder, streaming=streaming) == rows(**files, streaming=streaming) == DOCUMENTS
+    for wrong, match in (
+        (folder | {"column": "body"}, "it has text, id.*use data.column="),
+        (folder | {"split": "dev"}, r"cannot load data set .*data\.split"),
+        (files | {"data_files": str(tmp_path / "none*.jsonl")}, "cannot load data set json"),
+        (files | {"data_files": str(broken)}, r"JSON parse error.*data=text path=.*/broken\.jsonl"),
+        ({"dataset": "a/b"}, "cannot load data set a/b .*or use local files: data=text path=FILE"),
+    ):
+        with pytest.raises(ValueError, match=match) as caught:
+            rows(**wrong, streaming=streaming)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_path_takes_what_the_package_datasets_reads(tmp_path, datasets):
-    one = datasets.Dataset.from_dict({"text": DOCUMENTS})
+    one = datasets.Dataset.from_dict({"text": DOCUMENTS, "id": [1, 2, 3]})
     one.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / "two")
     one.to_csv(tmp_path / "a.csv")
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in DOCUMENTS]))
     jsonl(tmp_path / "a.ndjson")
-    for name in ("saved", "a.csv", "a.json", "a.ndjson"):
+    for name in ("saved", "two", "a.csv", "a.json", "a.ndjson"):
         assert read(tmp_path / name) == DOCUMENTS, name
+    assert read(tmp_path / "two", split="test") == DOCUMENTS[:1]
+    refused("no text under 'id' .it has a value of type int.: use data.column=", tmp_path / "saved", column="id")

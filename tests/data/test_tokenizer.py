@@ -5,7 +5,6 @@ from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
 from data.tokenizer import BPE_PATTERN, BYTE_OF, FILE, Tokenizer, build_tokenizer, load_tokenizer, pieces
-from tests.conftest import run_command
 
 
 @pytest.fixture(params=["bytes", "bpe", "gpt2"])
@@ -22,6 +21,8 @@ def test_round_trip(tokenizer, texts):
         assert max(ids) < tokenizer.vocab_size and tokenizer.eot not in ids
         assert tokenizer.encode_array(text).tolist() == ids
         assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+    assert tokenizer.decode(tokenizer.encode_array("a\ud800b")) == "a?b"
+    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size, 10**6]) == "ab"  # ids of a wider model
 
 
 def test_special_tokens(tokenizer):
@@ -32,15 +33,6 @@ def test_special_tokens(tokenizer):
     assert np.count_nonzero(lengths == 0) == 1
 
 
-def test_ids_that_no_token_has_are_left_out(tokenizer):
-    """A model may have more outputs than the tokenizer has tokens."""
-    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size, 10**6]) == "ab"
-
-
-def test_lone_surrogates_do_not_stop_a_preparation(tokenizer):
-    assert tokenizer.decode(tokenizer.encode_array("a\ud800b")) == "a?b"
-
-
 def test_save_and_load(tokenizer, texts, tmp_path):
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -48,11 +40,6 @@ def test_save_and_load(tokenizer, texts, tmp_path):
     assert loaded.fingerprint == tokenizer.fingerprint
     assert loaded.encode(texts[1]) == tokenizer.encode(texts[1])
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-
-
-def test_gpt2_is_gpt2(gpt2):
-    assert (gpt2.vocab_size, gpt2.eot) == (50257, 50256)
-    assert gpt2.encode("Hello world") == [15496, 995]
 
 
 def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
@@ -66,33 +53,8 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
     for text in [*texts, *corpus]:
-        theirs = [bytes(BYTE_OF[character] for character in piece) for piece in hf.encode(text).tokens]
-        assert theirs == [bpe.token_bytes(token) for token in bpe.encode(text)]
-
-
-def test_bpe_is_deterministic_across_processes(bpe):
-    program = (
-        "from pathlib import Path; from data.config import TokenizerConfig; from data.tokenizer import build_tokenizer;"
-        "texts = [p.read_text() for p in sorted(Path('data').glob('*.py'))];"
-        "print(build_tokenizer(TokenizerConfig('bpe', 700), texts).fingerprint)"
-    )
-    assert run_command("-c", program).stdout.strip() == bpe.fingerprint
-
-
-def test_a_bpe_too_small_for_pairs_of_digits_spells_single_digits(bpe):
-    assert [bpe.decode([token]) for token in bpe.encode("4817")] == list("4817")
-    assert bpe.vocab_size == 700 and bpe.eot == 699
-
-
-def test_a_bpe_without_text_is_refused_in_one_line():
-    with pytest.raises(ValueError, match="trained on text") as caught:
-        build_tokenizer(TokenizerConfig("bpe"), None)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_text_too_small_for_its_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"too small for 1000 bpe tokens: use a data\.tokenizer\.vocab_size below \d+, or"):
-        build_tokenizer(TokenizerConfig("bpe", 1000), ["the quick brown fox"])
+        pieces_of_hf = [bytes(BYTE_OF[character] for character in piece) for piece in hf.encode(text).tokens]
+        assert pieces_of_hf == [bpe.token_bytes(token) for token in bpe.encode(text)]
 
 
 def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
@@ -105,13 +67,11 @@ def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
         build_tokenizer(TokenizerConfig("cl100k_base"))
 
 
-def test_a_lone_surrogate_does_not_stop_the_training_of_a_bpe(corpus):
-    assert build_tokenizer(TokenizerConfig("bpe", 300), [*corpus, "a\ud800b"]).vocab_size == 300
-
-
-def test_foreign_shards_take_the_configured_tokenizer(tmp_path):
+def test_foreign_shards_take_the_configured_tokenizer_or_gpt2s(tmp_path, gpt2):
+    """data.dir=FOLDER alone, with the default data=stdlib: a bpe cannot be trained on somebody else's tokens."""
     (tmp_path / "train.bin").write_bytes(b"")
     assert load_tokenizer(tmp_path, TokenizerConfig("bytes")).name == "bytes"
+    assert load_tokenizer(tmp_path, TokenizerConfig("bpe", 4096)).fingerprint == gpt2.fingerprint
 
 
 def test_a_bpe_of_1024_tokens_or_more_has_all_pairs_of_digits(corpus: list[str]) -> None:
@@ -119,12 +79,6 @@ def test_a_bpe_of_1024_tokens_or_more_has_all_pairs_of_digits(corpus: list[str])
     for number in ("4817", "0907", "12", "6"):
         pieces = [tokenizer.decode([token]) for token in tokenizer.encode(f" {number}")]
         assert pieces == [f" {number[:2]}", number[2:]][: len(pieces)] and len(pieces) == (len(number) + 1) // 2
-
-
-def test_foreign_shards_are_gpt2s_where_a_bpe_is_configured(tmp_path, gpt2):
-    """data.dir=FOLDER alone, with the default data=stdlib: a bpe cannot be trained on somebody else's tokens."""
-    (tmp_path / "fineweb_train_000001.bin").write_bytes(b"")
-    assert load_tokenizer(tmp_path, TokenizerConfig("bpe", 4096)).fingerprint == gpt2.fingerprint
 
 
 def split_by(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:

@@ -54,7 +54,7 @@ def test_accuracy_of_known_readers() -> None:
     samples = drawn(0.5)
     assert hits(Reader(), samples, 7).all() and hits(Reader(), samples, 7).shape == (20, 2)
     half = hits(Reader(60), samples, 7)
-    assert (half == [[t < 60 for t in sample.asked] for sample in samples]).all()
+    assert (half == [[question < 60 for question in sample.questions] for sample in samples]).all()
 
 
 @pytest.mark.parametrize("layers", ["b", "g", "d", "v", "i", "n", "bd"])
@@ -66,7 +66,7 @@ def test_attention_of_uniform_maps(layers: str) -> None:
             nn.init.zeros_(p)
     samples = drawn(0.8)
     read = read_attention(model, samples, 7)
-    wanted = [1 / (t + 1) for sample in samples for t in sample.asked]
+    wanted = [1 / (question + 1) for sample in samples for question in sample.questions]
     mean = sum(wanted) / len(wanted)
     names = [name for name in ("map", "map_1", "map_2") if name in read]
     assert len(names) == (3 if set(layers) & set("dv") else 1) and len(read["layers"]) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import attention, data, models, processes, timing, training
+from bench import attention, data, models, timing, training
 from bench.attention import AttentionArm
 from bench.decoding import Decoding
 from bench.models import BenchConfig
@@ -54,26 +54,10 @@ def tiny(what: str, **changes: object) -> BenchConfig:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call per timing, and processes that have imported torch when they start."""
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(processes, "CONTEXT", SERVER)
-
-
-@pytest.fixture
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process for each row, whose memory is measured; it has a test of its own."""
-    monkeypatch.setattr(attention, "op_memory", lambda *which: 1.5)
+    monkeypatch.setattr(timing, "PROCESSES", SERVER)
 
 
 # ---------------------------------------- timing
-
-
-def test_ratios_are_medians_of_paired_rounds() -> None:
-    # The machine slows down threefold after the first round; the ratio of medians would be 2.
-    first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
-    assert timing.median(paired_ratios(second, first, "m")) == 2.0
-    first.amount = second.amount = 10.0
-    assert timing.median(paired_ratios(second, first, "m")) == 0.5  # of speeds
-    second.amount = 20.0
-    assert timing.median(paired_ratios(second, first, "m")) == 1.0
 
 
 def test_rows_are_timed_in_turn_and_a_work_may_be_missing_or_fail_later() -> None:
@@ -90,21 +74,11 @@ def test_rows_are_timed_in_turn_and_a_work_may_be_missing_or_fail_later() -> Non
     assert len(rows[0].seconds["m"]) == 3 and rows[0].ratio == {"m": 1.0}
     assert [row.not_measured for row in rows] == [{}, {"m": "out of memory"}, {"m": "out of order"}]
     assert not any(row.seconds or row.ratio for row in rows[1:])
-
-
-def test_an_error_of_triton_makes_its_row_unavailable_and_a_bug_ends_the_bench() -> None:
-    """Triton's OutOfResources is no RuntimeError."""
-    of_triton = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
-
-    def fail(error: Exception) -> None:
-        raise error
-
-    assert timing.attempt(lambda: fail(of_triton("out of resource: shared memory"))) == "out of resource: shared memory"
     with pytest.raises(KeyError):
-        timing.attempt(lambda: fail(KeyError("a bug")))
+        timing.attempt(lambda: {}["a bug"])
 
 
-@pytest.mark.parametrize(("n", "low", "high"), [(5, None, None), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)])
+@pytest.mark.parametrize(("n", "low", "high"), [(5, None, None), (6, 1, 6), (20, 6, 15)])
 def test_the_interval_of_a_median_is_that_of_the_tables(n: int, low: int | None, high: int | None) -> None:
     """Ranks of the order statistics, as in tables of the sign test (Conover, table A3)."""
     assert timing.median_interval([*range(n, 0, -1)]) == (low, high)
@@ -113,19 +87,29 @@ def test_the_interval_of_a_median_is_that_of_the_tables(n: int, low: int | None,
 # ---------------------------------------- attention
 
 
-def test_attention_has_a_row_per_length_variant_and_backend(no_memory: None) -> None:
-    asked = ["auto", "math", "two_calls", "fused"]  # the third is a route for differences of maps alone
-    rows = attention.attention(tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=asked), CPU)
-    expected = [("baseline", "auto"), ("baseline", "math"), ("baseline", "fused"), *(("diff", backend) for backend in asked)]
+def test_attention_has_a_row_per_length_variant_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_only(*given: object, **options: object) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise ValueError("no backward here")
+        return original(*given, **options)
+
+    original = sdpa.sdpa
+    monkeypatch.setattr(sdpa, "sdpa", forward_only)
+    monkeypatch.setattr(attention, "op_memory", lambda *which: 1.5)
+    names = ["math", "two_calls", "fused", "sdpa"]  # the second is a route for differences of maps alone
+    rows = attention.attention(tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=names), CPU)
+    expected = [("baseline", "math"), ("baseline", "fused"), ("baseline", "sdpa"), *(("diff", backend) for backend in names)]
     assert [tuple(row.labels.values()) for row in rows] == [(length, *pair) for length in (8, 24) for pair in expected]
-    for row in (row for row in rows if row.labels["backend"] != "fused"):
+    for row in (rows[0], rows[3], rows[-4]):
         assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES) and not row.not_measured
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.seconds.values())
         assert row.facts["memory (MB)"] == 1.5
         assert row.facts["error"] < 1e-5  # float32 sums over at most 24 keys, outputs of order 1: a few 1e-7
     assert rows[0].ratio["op forward"] == 1
-    assert set(rows[2].not_measured) == set(AttentionArm.MEASURES) and not rows[2].seconds
-    assert "| not measured: the fused kernel needs a CUDA GPU" in table(rows).splitlines()[4]
+    assert set(rows[1].not_measured) == set(AttentionArm.MEASURES) and not rows[1].seconds
+    assert set(rows[2].seconds) == {"op forward", "module forward"}
+    lines = table(rows).splitlines()
+    assert "| not measured: the fused kernel needs a CUDA GPU" in lines[3] and "not measured: no backward here" in lines[4]
 
 
 def test_memory_is_the_peak_of_the_op_alone() -> None:
@@ -137,19 +121,6 @@ def test_memory_is_the_peak_of_the_op_alone() -> None:
     lean = AttentionArm(cfg, "baseline", "sdpa", 512, CPU).memory()  # in this process, to save the time of another
     assert 0 < lean < score / 2  # never N x N: outputs and gradients of 2 MB each
     assert held.sum() > 0
-
-
-def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch, no_memory: None) -> None:
-    def forward_only(*given: object, **options: object) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            raise ValueError("no backward here")
-        return original(*given, **options)
-
-    original = sdpa.sdpa
-    monkeypatch.setattr(sdpa, "sdpa", forward_only)
-    rows = attention.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
-    assert set(rows[0].seconds) == {"op forward", "module forward"}
-    assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)
 
 
 @pytest.mark.parametrize("variant", models.names())
@@ -172,51 +143,35 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
         arm.run(measure)
 
 
-@pytest.mark.parametrize("row", (0, 13, 19))
-def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ERROR_ROWS", 7)
+@pytest.mark.parametrize("planted", [0.25, float("nan")])
+def test_the_error_is_seen_in_any_row(planted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = tiny("attention")
     cfg.model.n_kv_head, cfg.model.window = 2, 4
     arm = AttentionArm(cfg, "baseline", "sdpa", 20, CPU)
-    attend, planted = backends.attend, [0.25, float("nan")]
+    attend = backends.attend
 
     def wrong(*args: object, **options: object) -> torch.Tensor:
         y = attend(*args, **options)
-        return y if options["backend"] == "math" else y + planted[0] * (torch.arange(y.shape[-2]) == row)[:, None]
+        return y if options["backend"] == "math" else y + planted * (torch.arange(y.shape[-2]) == 13)[:, None]
 
     monkeypatch.setattr(backends, "attend", wrong)
-    assert arm.largest_error() == pytest.approx(0.25, abs=1e-5)  # float32: a few 1e-7
-    planted.pop(0)
-    assert math.isnan(arm.largest_error())
+    assert arm.largest_error() == pytest.approx(planted, abs=1e-5, nan_ok=True)  # float32: a few 1e-7
+    monkeypatch.setattr(attention, "ERROR_ROWS", 13)
+    assert arm.largest_error() < 1e-5 or math.isnan(planted)
 
 
 # ---------------------------------------- training and decoding
 
 
-def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
-    cfg = tiny("train", variants=["baseline", "diff"])
-    rows = training.train(cfg, CPU)
-    assert [row.labels["model"] for row in rows] == ["baseline", "diff"]
-    assert rows[0].amount == 2 * 128 and rows[0].ratio == {"tokens/s": 1.0}
-    assert rows[1].facts["parameters"] == pytest.approx(rows[0].facts["parameters"], rel=0.005)
-    assert rows[0].facts["mfu"] is None  # of a CPU
-    step = training.TrainingStep(cfg, "diff", 2, CPU)
-    before = {name: p.clone() for name, p in step.model.named_parameters()}
-    step()
-    assert all((p != before[name]).any() for name, p in step.model.named_parameters())
-
-
-class Here:
-    """Stands for `RemoteWork` without the process: builds the work in this one."""
+class Here(training.RemoteStep):
+    """Stands for `RemoteStep` without the process: the step is made in this one."""
 
     def __init__(self, build: object, *arguments: object) -> None:
-        self.work = build(*arguments)
-
-    def __call__(self) -> None:
-        self.work()
+        self.step = build(*arguments)
 
     def ask(self, function: object, *arguments: object) -> object:
-        return function(self.work, *arguments)
+        training._step[:] = [self.step]
+        return function(*arguments)
 
     def close(self) -> None:
         pass
@@ -225,7 +180,7 @@ class Here:
 def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(processes, "RemoteWork", Here)
+    monkeypatch.setattr(training, "RemoteStep", Here)
     monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
     (tmp_path / "model.py").write_text(NANOGPT)
     cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
@@ -235,7 +190,7 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     assert [tuple(row.labels.values()) for row in rows] == [
         (code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")
     ]
-    assert not capsys.readouterr().out  # the peer's own lines do not stand in our table
+    assert not capsys.readouterr().out  # the lines that the peer prints do not stand in our table
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         ratios = sorted(a / b for a, b in zip(its.seconds["tokens/s"], ours.seconds["tokens/s"], strict=True))
         assert ours.amount == its.amount == 2 * 16 and its.facts["parameters"] == 2 * 96 * 64
@@ -249,19 +204,13 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     assert rows[1].facts["speed / nanoGPT, fastest mode"] == pytest.approx(of_best)
 
 
-@pytest.mark.parametrize("text", [None, "", "GPT = GPTConfig = 1", "import no_such_module_1"])
+@pytest.mark.parametrize("text", [None, "GPT = GPTConfig = 1"])
 def test_a_peer_that_is_no_nanogpt_is_refused_with_what_to_type(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "model.py").write_text(text)
     with pytest.raises(ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT") as info:
         training.train(tiny("train", peer=str(tmp_path)), CPU)
     assert "\n" not in str(info.value)
-
-
-def test_a_remote_work_runs_in_its_own_process_or_says_why_not() -> None:
-    with processes.remote_works((list,), (int, "no number")) as (work, none):
-        work.ask(list.append, 7)
-        assert work.ask(list.copy) == [7] and "no number" in none
 
 
 @pytest.mark.parametrize("variant", models.names())
@@ -290,7 +239,7 @@ def test_decode_compares_with_and_without_cache() -> None:
     assert "token (ms)" in table(rows) and rows[4].ratio["token"] == 1
 
 
-# ---------------------------------------- data
+# ---------------------------------------- data and the command
 
 
 def test_loader_reads_both_widths_and_retrieval_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,11 +264,7 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
     ways = ("tiktoken alone", "our tokenizer", "data.prepare")
     assert [tuple(row.labels.values()) for row in rows[:-1]] == [(name, way) for name in ("bytes", "bpe") for way in ways]
     assert all(len(row.seconds["MB/s"]) == 2 for row in rows[:-1]) and rows[0].facts["bytes/token"] == 1
-    assert rows[0].ratio["MB/s"] == rows[3].ratio["MB/s"] == 1  # of each tokenizer, to tiktoken alone
     assert rows[-1].labels["tokenizer"] == "gpt2" and "TIKTOKEN_CACHE_DIR" in rows[-1].not_measured["MB/s"]
-
-
-# ---------------------------------------- the command
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, typed: Typed) -> None:
@@ -336,6 +281,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, typed: Typed
     content = json.loads(out.read_text())
     assert {"bench", "config", "machine", "version", "results"} <= set(content)
     assert content["config"]["model"]["d_model"] == 128 and content["machine"]["threads"] == 1
-    first = content["results"]["rows"][0]
+    first, second = content["results"]["rows"]
     assert first["labels"]["model"] == "baseline" and len(first["seconds"]["tokens/s"]) == 2
-    assert all(f"\n    {what} " in f"{bench.__doc__} " for what in bench.BENCHES)
+    assert first["amount"] == content["config"]["model"]["context"] and first["ratio"] == {"tokens/s": 1.0}
+    assert second["facts"]["parameters"] == pytest.approx(first["facts"]["parameters"], rel=0.005)
+    assert first["facts"]["mfu"] is None  # of a CPU
