@@ -94,7 +94,7 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-@pytest.mark.parametrize("study", ("main", "scaling", "noise", "emergence"))
+@pytest.mark.parametrize("study", ("main", "main_controls", "main_lr", "main_paths", "scaling", "noise", "emergence"))
 def test_published_numbers_follow_from_published_records(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
@@ -111,10 +111,10 @@ def test_published_numbers_follow_from_published_records(
         assert list(numbers(arm["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), abs=5e-5)
     for part in ("mixed", "pairs", "profiles"):
         assert list(numbers(again[part])) == pytest.approx(list(numbers(published[part])), rel=1e-3, abs=1e-3)
-    assert len(list(numbers(published["mixed"]))) >= {"scaling": 60}.get(study, 400)
+    assert len(list(numbers(published["mixed"]))) >= {"scaling": 60, "main_lr": 200}.get(study, 400)
 
 
-@pytest.mark.parametrize("study", ("main", "noise"))
+@pytest.mark.parametrize("study", ("main", "noise", "scaling"))
 def test_published_lambdas_follow_from_published_records(study: str, tmp_path: Path) -> None:
     results = ROOT / "docs" / "results"
     arms = json.loads((results / study / "results.json").read_text())["results"]["arms"]
