@@ -10,6 +10,7 @@ Run the same command again to continue after an interruption; verify=true checks
 The result is shards/NAME/ with train_*.bin, val_*.bin, tokenizer.json and meta.json (data.name=, data.dir= change it).
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -153,6 +154,11 @@ class Preparation:
         finally:
             pool.shutdown(cancel_futures=True)
             self.lock.release()
+            if not self._finished():  # an error before the first shard leaves no folder
+                for name in (PROGRESS, TOKENIZER, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()
 
     # from text to items
 

@@ -268,7 +268,7 @@ def test_a_lone_surrogate_stops_no_preparation_and_empty_documents_are_counted(c
 # --- wrong input ----------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_one_line_and_can_be_corrected(cfg, tmp_path):
+def test_mistakes_are_one_line_and_leave_no_folder(cfg, tmp_path):
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{")
     cases: list[tuple[dict, str]] = [
@@ -282,7 +282,7 @@ def test_mistakes_are_one_line_and_can_be_corrected(cfg, tmp_path):
         with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
             prepare(replace(cfg, **change))
         assert "\n" not in str(caught.value)
-    prepare(cfg)
+        assert not Path(cfg.dir).exists()
 
 
 def test_a_document_that_the_split_pattern_cannot_split_is_named(cfg, monkeypatch):
