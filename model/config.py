@@ -38,6 +38,7 @@ class DecoderConfig(VariantOptions):
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input or on its output
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
+    residual: str = "float32"  # float32 | autocast: the dtype of the residual stream under autocast; autocast moves fewer bytes
     window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
     tie: bool = True  # use the token embedding as the output head
     dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the embedding and of each sub-layer's output
@@ -86,5 +87,6 @@ CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
     "norm_place": ("before", "after"),
+    "residual": ("float32", "autocast"),
     "mlp": ("swiglu", "gelu", "gelu_tanh"),
 }
