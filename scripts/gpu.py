@@ -32,8 +32,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PACKAGES = "hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 pytest scipy tqdm safetensors tokenizers tiktoken"
@@ -43,7 +41,7 @@ try:
     from omegaconf import OmegaConf
 
     from configs.composing import merged, quoted
-    from configs.files import read_json_object, write_atomic, write_json
+    from configs.files import read_json_lines, read_json_object, write_atomic, write_json
     from configs.provenance import machine, version
 except ModuleNotFoundError as error:
     fix = f"pip install {PACKAGES} (without network, their wheels, which pip wheel --no-deps makes on another machine)"
@@ -188,13 +186,13 @@ def overrides(arm: str, changes: dict[str, Any]) -> list[str]:
 
 def runs(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
     """The finished runs KIND-ARM-sSEED, whose only validation is at the end: ARM-sSEED -> step, val_loss, resumed_at."""
-    finished = {}
+    rows: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob(f"{kind}-*/metrics.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if losses := [{key: line[key] for key in ("step", "val_loss")} for line in lines if "val_loss" in line]:
-            resumed = [{"resumed_at": line["step"]} for line in lines if "continued" in line]
-            finished[path.parent.name.split("-", 1)[1]] = losses[-1] | (resumed[-1] if resumed else {})
-    return finished
+        row = rows[path.parent.name.split("-", 1)[1]] = {}
+        for line in read_json_lines(path):
+            row |= {key: line[key] for key in ("step", "val_loss")} if "val_loss" in line else {}
+            row |= {"resumed_at": line["step"]} if "continued" in line else {}
+    return {name: row for name, row in rows.items() if "val_loss" in row}
 
 
 def compared(finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -217,6 +215,8 @@ def table(what: str, rows: dict[str, dict[str, Any]]) -> str:
 
 def parse(arguments: list[str]) -> dict[str, str]:
     """The options of the command line. ValueError with what to type for one that is wrong, and where there is no card."""
+    import torch
+
     options = dict(DEFAULTS)
     for argument in arguments:
         key, equals, value = argument.partition("=")
