@@ -36,6 +36,7 @@ class DecoderConfig(VariantOptions):
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input or on its output
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's approximation)
+    residual: str = "float32"  # float32 | autocast: the dtype of the residual stream under autocast; autocast moves fewer bytes
     window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
     tie: bool = True  # use the token embedding as the output head
     dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the embedding and of each sub-layer's output
@@ -45,6 +46,7 @@ class DecoderConfig(VariantOptions):
         check_choice("match", self.match, ("params", "flops", "none"))
         check_choice("norm", self.norm, ("rmsnorm", "layernorm"))
         check_choice("norm_place", self.norm_place, ("before", "after"))
+        check_choice("residual", self.residual, ("float32", "autocast"))
         check_choice("mlp", self.mlp, ("swiglu", "gelu", "gelu_tanh"))
         if self.document_mask and self.eot is None:
             raise ValueError("document_mask=true needs the token that begins a document: give eot=TOKEN_ID")

@@ -110,6 +110,8 @@ class Decoder(nn.Module):
             self._refuse_beyond_context(start + T)
             x = x + self.positions.weight[start : start + T]
         x = self.dropout(x)
+        if self.cfg.residual == "autocast" and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.cfg.document_mask and documents is None:
             seen = cache.seen(tokens) if cache else tokens  # (B, S)
             documents = (seen == self.cfg.eot).cumsum(1)

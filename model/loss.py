@@ -60,7 +60,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         total, dx, dw, head = 0.0, [], None, _head(weight, narrow)
         for rows, part in _pieces(x, weight, targets):
-            loss, dx_part, dw_part = _piece(rows.to(narrow), part, head, weight, wide)
+            rows = rows.to(narrow)
+            if dx and torch.compiler.is_compiling() and x.is_cuda:
+                rows = AFTER(rows, dx[-1])
+            loss, dx_part, dw_part = _piece(rows, part, head, weight, wide)
             total = total + loss
             dx.append(dx_part.to(x.dtype))
             dw = dw_part.to(weight.dtype) if dw is None else dw.add_(dw_part)
@@ -100,6 +103,16 @@ def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[Tensor
     """Rows (n, D) of x with their targets (n,)."""
     n = max(-(-len(x) // PIECES), -(-LOGITS // len(weight)))
     return zip(x.split(n), targets.split(n), strict=True)
+
+
+# rows (n, D) of a piece once the piece before has its gradient: torch.compile would else make the logits of all pieces first.
+AFTER = native.operator(
+    f"{__name__.replace('.', '_')}::after",
+    "(Tensor rows, Tensor gradient) -> Tensor",
+    lambda rows, gradient: rows.clone(),
+    lambda rows, gradient: torch.empty_like(rows),
+    on="default",
+)
 
 
 def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:

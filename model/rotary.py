@@ -98,8 +98,12 @@ def rotate(x: Tensor, rope: Rope | None) -> Tensor:
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if autocast else torch.promote_types(x.dtype, torch.float32)
     cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
+    if x.is_cuda:  # in the order of memory, (B, T, H, d), in which attention's kernels then leave their output, too
+        wide, cos, sin = wide.transpose(1, 2), cos[:, None], sin[:, None]
     if rope.interleaved:
         even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
-    left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    else:
+        left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
+        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return turned.transpose(1, 2) if x.is_cuda else turned

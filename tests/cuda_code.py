@@ -119,11 +119,11 @@ def lowered(graph: torch.fx.GraphModule, inputs: list, is_backward: bool) -> dic
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_fake_mode(fake):
             lowering.run(*inputs)
             code = lowering.codegen()[0].value
-            counted = lowering.count_bytes()[1]
+            nodes = [node for node, _ in lowering.count_bytes()[1]]
     finally:
         torch.cuda.is_available = available
-    elementwise = [size for node, size in counted if not isinstance(node, ExternKernelSchedulerNode)]
-    launches = {"triton": len(elementwise), "extern": len(counted) - len(elementwise)}
+    elementwise = [node.get_read_write_buffers_sizes() for node in nodes if not isinstance(node, ExternKernelSchedulerNode)]
+    launches = {"triton": len(elementwise), "extern": len(nodes) - len(elementwise)}
     return {"code": code, **launches, "read_and_written": sum(elementwise) / 1e9}
 
 
@@ -138,8 +138,9 @@ COUNTED = ("triton", "extern", "read_and_written")
 
 if __name__ == "__main__":
     pretend()
-    if sys.argv[1:] == ["code"]:  # for the test: the code itself, of one layer
-        print(json.dumps({name: [each["code"] for each in generated(name, 1)] for name in ("baseline", "diff_v2")}))
+    if sys.argv[1:] == ["code"]:  # for the test: the code itself, of one layer and of two pieces of the logits
+        MICRO_BATCH, SIZE["context"] = 1, 88
+        print(json.dumps([each["code"] for each in generated("diff_v2", 1)]))
     else:
         for variant in sys.argv[1:] or ("baseline", "diff", "diff_v2"):
             print(json.dumps(row(variant)), flush=True)

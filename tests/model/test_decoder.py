@@ -161,3 +161,16 @@ def test_torch_func_takes_a_decoder_in_training() -> None:
 
     grads, want = torch.func.grad(loss)(parameters), torch.autograd.grad(loss(parameters), list(parameters.values()))
     torch.testing.assert_close(list(grads.values()), list(want), rtol=1e-10, atol=1e-12)  # float64
+
+
+@pytest.mark.parametrize(("residual", "want"), (("float32", torch.float32), ("autocast", torch.bfloat16)))
+def test_the_residual_stream_has_the_dtype_of_its_option(residual: str, want: torch.dtype) -> None:
+    model, tokens, dtypes = randomized("baseline", residual=residual).float().train(), torch.arange(20).reshape(2, 10), []
+    for part in (*model.blocks, model.norm):
+        part.register_forward_pre_hook(lambda part, inputs: dtypes.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens).backward()
+    assert dtypes == [want] * 3
+    dtypes.clear()
+    model(tokens, tokens)
+    assert dtypes == [torch.float32] * 3  # without autocast
