@@ -158,8 +158,8 @@ def state_checksum(state: dict[str, Any]) -> str:
 # Options that the weights do not depend on: a run with init_from may change them, to lengthen the context or to warm
 # lambda up again.
 FREE = (
-    "backend", "residual", "dropout", "attention_dropout", "projection_dropout", "match", "baseline_d_ff", "context", "rope_theta",
-    "window", "document_mask", "eot", *(f"rope_scaling.{one.name}" for one in fields(RopeScaling)),
+    "backend", "residual", "dropout", "attention_dropout", "projection_dropout", "match", "baseline_d_ff", "context",
+    "rope_theta", "window", "document_mask", "eot", *(f"rope_scaling.{one.name}" for one in fields(RopeScaling)),
     *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),
 )  # fmt: skip
 
