@@ -7,6 +7,7 @@ primary file `configs/NAME.yaml`, which begins its defaults with `NAME_schema` a
 import contextlib
 import difflib
 import functools
+import io
 import os
 import re
 import runpy
@@ -68,6 +69,8 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
         @functools.wraps(main)
         def entry() -> None:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # "?" for what an ASCII terminal lacks
             # Hydra then raises errors instead of printing several lines.
             with one_line_errors(schema), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
                 if {"--help", "-h"} & set(sys.argv[1:]):
