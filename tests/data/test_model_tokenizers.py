@@ -183,9 +183,9 @@ def test_wrong_folders_are_one_line(byte_level_folder: Path, tmp_path: Path) -> 
         (tmp_path, "has no tokenizer.json"),
         (tmp_path / "damaged", "is damaged"),
         (tmp_path / "ours", "not a file of the package 'tokenizers'"),
-        (folder_of(words, tmp_path / "words", eos_token="[SEP]"), "decodes by WordPiece"),
+        (folder_of(words, tmp_path / "words", eos_token="[SEP]"), "decodes by .*WordPiece"),
         (nameless, "neither a bos nor an eos"),
-        (foreign, "has no token 9999"),
+        (foreign, "neither a bos nor an eos"),
     ):
         with pytest.raises(ValueError, match=message):
             read_tokenizer(path)
