@@ -56,7 +56,8 @@ class Results:
             page += [f"{name}:", *of_profile] if (of_profile := tables(one, comparison.points[-1])) else []
         if alone := [one for metric in self.cfg.forest for one in comparison.alone(metric)]:
             page.append(study_tables.difference_table(alone, "part, paired by seed (forest.png)"))
-        page += [*study_tables.remarks(comparison), *study_tables.tables_by_seed(comparison), study_tables.overview(comparison)]
+        by_seed = [study_tables.table_by_seed(comparison, point) for point in comparison.points]
+        page += [*study_tables.remarks(comparison), *filter(None, by_seed), study_tables.overview(comparison)]
         page += [study_tables.fit_table(self.fits)] if self.fits else []
         page += tuning.rates_table(self.tuned)
         write_json(folder / "results.json", result_record("ablation", folder.name, self.cfg, results, seeds=seeds))
@@ -83,8 +84,7 @@ class Results:
             path.unlink()
         cfg, paths = self.cfg, draw_ablation(folder, self.comparison, self.fits)
         for metric in self.comparison.compared if cfg.branch else ():
-            effects = [one for model in self.comparison.models[metric].values() for one in model.effects.values()]
-            if effects:
+            if effects := [one for one in self.comparison.effects if one.metric == metric]:
                 unit = " (nats)" if cfg.metrics[metric].endswith(("loss", "by_octave")) else ""
                 paths.append(folder / f"gap_{slug(metric)}.png")
                 draw_gap(paths[-1], self.comparison.arms, effects, f"{metric}: arm less {self.comparison.arms[0].arm}{unit}")

@@ -29,7 +29,7 @@ class Comparison:
     compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
 
     table: as `long_table`. differences: (metric, arm) -> difference to the reference, paired by seed. models: metric ->
-    point -> Model, and pairs: metric -> differences of parts; a metric's name there ends with one of `kinds`.
+    point -> Model. effects: their differences to the reference, and pairs: those of parts; their metrics end with the kind.
     """
 
     arms: list[Arm]
@@ -38,18 +38,17 @@ class Comparison:
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     horizons: bool = False
     covariate: str | None = None
+    models: dict[str, dict[str, Model]] = field(default_factory=dict)
+    effects: list[Difference] = field(default_factory=list)
+    pairs: list[Difference] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         arms, metrics = self.arms, self.metrics
         self.compared = list(self.compared) or list(metrics)[:1]
         self.points = list(dict.fromkeys(arm.point for arm in arms))
-        self.kinds = ("", FLOPS, f", equal {self.covariate}")
-        self.table = long_table(
-            arms, {name: [[run.value(path) for run in arm.runs] for arm in arms] for name, path in metrics.items()}
-        )
+        values = {name: [[run.value(path) for run in arm.runs] for arm in arms] for name, path in metrics.items()}
+        self.table = long_table(arms, values)
         self.differences = {(one.metric, one.arm): one for one in contrasts(self.table, arms)}
-        self.models: dict[str, dict[str, Model]] = {}
-        self.pairs: dict[str, list[Difference]] = {}
         self._compare("", self.compared, self.table)
         if self.horizons:
             self._compare(FLOPS, self.compared, at_equal_flops(arms, self.table[self.table["metric"].isin(self.compared)]))
@@ -57,22 +56,23 @@ class Comparison:
             path = metrics[self.covariate]
             whole = f"{path.partition('.')[0]}.loss" if ".recall." in path else path  # would repeat another metric's difference
             others = [metric for metric in self.compared if metrics[metric] not in (path, whole)]
-            self._compare(self.kinds[-1], others, self.table, self.covariate)
+            self._compare(f", equal {self.covariate}", others, self.table, self.covariate)
 
     def _compare(self, kind: str, metrics: Sequence[str], table: pd.DataFrame, covariate: str | None = None) -> None:
         values, first = dict(by_seed(table, "metric", "point")), {arm.name for arm in self.arms if not arm.reference}
         for metric in metrics:
             models = self.models.setdefault(metric + kind, {})
-            pairs = [] if kind == FLOPS else self.pairs.setdefault(metric + kind, [])
             # An arm with more FLOPs per token has no value at the first point.
             for point in self.points[1:] if kind == FLOPS else self.points:
-                if (metric, point) not in values or (covariate and (covariate, point) not in values):
+                here, x = values.get((metric, point)), values.get((covariate, point))
+                if here is None or (covariate and x is None):
                     continue
-                model = Model(values[metric, point], values.get((covariate, point)), metric=metric + kind, point=point)
+                model = Model(here, x, metric=metric + kind, kind=kind, point=point)
                 if model.enough and model.reference in first:
                     models[point] = model
+                    self.effects += model.effects.values()
                 if kind != FLOPS and (model.enough or not covariate):
-                    pairs += self._pairs_of(model, {arm.arm: arm.name for arm in self.arms if arm.point == point})
+                    self.pairs += self._pairs_of(model, {arm.arm: arm.name for arm in self.arms if arm.point == point})
 
     def _pairs_of(self, model: Model, names: Mapping[str, str]) -> list[Difference]:
         """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
@@ -91,25 +91,14 @@ class Comparison:
         values = self.table["value"][(self.table["metric"] == metric) & (self.table["arm"] == arm.name)].to_list()
         return Difference(len(values), *(mean_sd(values) if values else (None, None)))
 
-    def effects(self, point: str, kind: str) -> list[Difference]:
-        models = [at[point] for metric, at in self.models.items() if self.kind(metric) == kind and point in at]
-        return [one for model in models for one in model.effects.values()]
-
-    def pairs_at(self, point: str, kind: str = "") -> list[Difference]:
-        of_kind = (of_metric for metric, of_metric in self.pairs.items() if self.kind(metric) == kind)
-        return [one for of_metric in of_kind for one in of_metric if one.point == point]
-
-    def kind(self, metric: str) -> str:
-        return next((kind for kind in self.kinds[1:] if metric.endswith(kind)), "")
-
     def drawn(self, metric: str) -> list[Difference]:
         """Every arm less its reference, with the interval of the tables: the model's, or the paired one where there is none."""
-        effects = {arm: one for model in self.models.get(metric, {}).values() for arm, one in model.effects.items()}
+        effects = {one.arm: one for one in self.effects if one.metric == metric}
         return [effects.get(arm, one) for (of, arm), one in self.differences.items() if of == metric]
 
     def alone(self, metric: str) -> list[Difference]:
         """The metric's pairs at the last point, paired by seed, with Holm's correction for the parts."""
-        pairs = [one for one in self.pairs_at(self.points[-1]) if one.metric == metric]
+        pairs = [one for one in self.pairs if (one.metric, one.point) == (metric, self.points[-1])]
         place = ("by_seed", "arm", "reference", "part", "metric")
         differences = [paired(list(one.by_seed.values()), **one.numbers(*place)) for one in pairs]
         correct(differences)
@@ -140,9 +129,8 @@ class Comparison:
         }
 
     def _metric(self, metric: str, arm: Arm) -> dict[str, Any]:
-        test = self.differences.get((metric, arm.name))
-        difference = {"difference": test.numbers(*PAIRED) if test else None, "p_holm": test.p_holm if test else None}
-        return self.summary(metric, arm).numbers("n", "mean", "sd") | difference
+        numbers, test = self.summary(metric, arm).numbers("n", "mean", "sd"), self.differences.get((metric, arm.name))
+        return numbers | {"difference": test and test.numbers(*PAIRED), "p_holm": test and test.p_holm}
 
     def models_json(self) -> dict[str, Any]:
         def of_model(model: Model) -> dict[str, Any]:
@@ -153,10 +141,9 @@ class Comparison:
             names = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference}
             return names | {"differences": one.by_seed} | one.numbers(*PAIR)
 
-        return {
-            "mixed": {metric: {point: of_model(model) for point, model in at.items()} for metric, at in self.models.items()},
-            "pairs": {metric: list(map(of_pair, of_metric)) for metric, of_metric in self.pairs.items()},
-        }
+        mixed = {metric: {point: of_model(model) for point, model in at.items()} for metric, at in self.models.items()}
+        pairs = {metric: [of_pair(one) for one in self.pairs if one.metric == metric] for metric in mixed}
+        return {"mixed": mixed, "pairs": {metric: of for metric, of in pairs.items() if not metric.endswith(FLOPS)}}
 
 
 def profile(arms: list[Arm], path: str, parts: Mapping[str, Sequence[str]]) -> Comparison | None:

@@ -49,11 +49,16 @@ class Difference:
     arm: str = ""
     reference: str = ""
     part: str = ""
+    kind: str = ""
     group: str = ""
     better: str = ""
 
     def numbers(self, *keys: str) -> dict[str, Any]:
         return {key: getattr(self, key) for key in keys}
+
+    @property
+    def arms(self) -> str:
+        return f"{self.arm} - {self.reference}"
 
     @property
     def text(self) -> str:

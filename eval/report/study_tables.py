@@ -9,7 +9,7 @@ from eval.report.notes import mixed_precision
 from eval.report.statistics import Difference, p_text
 from eval.report.tables import markdown, si
 
-HEAD = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n"]
+HEAD = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n", "diverged"]
 ABOUT = (
     "Brackets: 95 % intervals of the mixed model, of arms for all of them at once. Bold: p below 5 %, of parts (an arm less "
     "the arm without it) after Holm's correction. p, alone is the paired t test. docs/METHODS.md, 8.3, defines all of them."
@@ -34,13 +34,13 @@ SPREADS_DIFFER = (
 )
 
 
-def difference_table(differences: Sequence[Difference], head: str, kind: str = "") -> str:
+def difference_table(differences: Sequence[Difference], head: str) -> str:
     """A row for every part, or arm where there are no parts, and a column for every metric."""
     metrics = list(dict.fromkeys(one.metric for one in differences))
-    lines = [[head, *["arms"] * bool(differences[0].part), "n", *(metric.removesuffix(kind) for metric in metrics)]]
-    for part, arm, reference in dict.fromkeys((one.part, one.arm, one.reference) for one in differences):
-        row = {one.metric: one for one in differences if (one.part, one.arm) == (part, arm)}
-        label = [part, f"{arm} - {reference}"] if part else [arm]
+    lines = [[head, *["arms"] * bool(differences[0].part), "n", *(name.removesuffix(differences[0].kind) for name in metrics)]]
+    for part, arms in dict.fromkeys((one.part, one.arms) for one in differences):
+        row = {one.metric: one for one in differences if (one.part, one.arms) == (part, arms)}
+        label = [part, arms] if part else [next(iter(row.values())).arm]
         n = " / ".join(dict.fromkeys(str(one.n) for one in row.values()))
         lines.append([*label, n, *(row[metric].in_bold if metric in row else "" for metric in metrics)])
     return markdown(lines).rstrip()
@@ -48,26 +48,25 @@ def difference_table(differences: Sequence[Difference], head: str, kind: str = "
 
 def tables(comparison: Comparison, point: str) -> list[str]:
     """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
-    effects = {kind: comparison.effects(point, kind) for kind in comparison.kinds}
-    pairs = {kind: comparison.pairs_at(point, kind) for kind in comparison.kinds}
-    arms = [difference_table(of, f"arm less {of[0].reference}{kind}", kind) for kind, of in effects.items() if of]
-    return arms + [difference_table(of_kind, f"part{kind}", kind) for kind, of_kind in pairs.items() if of_kind]
+    lines = []
+    for differences in (comparison.effects, comparison.pairs):
+        at_point = [one for one in differences if one.point == point]
+        for kind in dict.fromkeys(one.kind for one in at_point):
+            of_kind = [one for one in at_point if one.kind == kind]
+            head = "part" if of_kind[0].part else f"arm less {of_kind[0].reference}"
+            lines.append(difference_table(of_kind, head + kind))
+    return lines
 
 
-def tables_by_seed(comparison: Comparison) -> list[str]:
-    """For every point a table of the pairs' differences seed by seed."""
-    pairs = [comparison.pairs_at(point) for point in comparison.points]
-    return [_by_seed(at_point) for at_point in pairs if any(one.n > 1 for one in at_point)]
-
-
-def _by_seed(pairs: Sequence[Difference]) -> str:
+def table_by_seed(comparison: Comparison, point: str) -> str | None:
+    """The pairs' differences at one point seed by seed; None without several seeds."""
+    pairs = [one for one in comparison.pairs if (one.point, one.kind) == (point, "")]
     seeds = list(dict.fromkeys(seed for one in pairs for seed in one.by_seed))
     lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in P_KINDS)]]
     for one in pairs:
         values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
-        ps = map(p_text, one.numbers(*P_KINDS.values()).values())
-        lines.append([one.part, f"{one.arm} - {one.reference}", one.metric, *values, *ps])
-    return markdown(lines).rstrip()
+        lines.append([one.part, one.arms, one.metric, *values, *map(p_text, one.numbers(*P_KINDS.values()).values())])
+    return markdown(lines).rstrip() if len(seeds) > 1 else None
 
 
 def overview(comparison: Comparison) -> str:
@@ -75,17 +74,14 @@ def overview(comparison: Comparison) -> str:
     arms, (first, *others) = comparison.arms, comparison.compared
     measured = set(comparison.table["metric"])
     shown = [metric for metric in comparison.metrics if metric in measured]
-    diverged = any(run.diverged for arm in arms for run in arm.runs)
-    head = [*HEAD, *["diverged"] * diverged, *shown]
-    head += [f"difference ({first})", "95 % interval", "p", "p, Holm", "p, sign flips", "detectable"]
-    lines = [head + [text.format(name) for name in others for text in ("difference ({})", "95 % ({})", "p, Holm ({})")]]
+    lines = [[*HEAD, *shown, f"difference ({first})", "95 % interval", "p", "p, Holm", "p, sign flips", "detectable"]]
+    lines[0] += [text.format(name) for name in others for text in ("difference ({})", "95 % ({})", "p, Holm ({})")]
     for arm in arms:
+        sizes = [si(arm.facts[key]) for key in ("params_non_embedding", "flops_per_token")]
+        counts = [str(comparison.summary(first, arm).n), str(sum(run.diverged is not None for run in arm.runs))]
+        means = [_mean_text(comparison.summary(name, arm), len(arm.runs)) for name in shown]
+        line = [arm.name, *(arm.facts[key] for key in ("heads", "d", "head_norm")), *sizes, *counts, *means]
         less = [_difference_cells(comparison.differences.get((metric, arm.name))) for metric in comparison.compared]
-        line = [arm.name, *(arm.facts[key] for key in ("heads", "d", "head_norm"))]
-        line += [si(arm.facts[key]) for key in ("params_non_embedding", "flops_per_token")]
-        line += [str(comparison.summary(first, arm).n)]
-        line += [str(sum(run.diverged is not None for run in arm.runs))] * diverged
-        line += [_mean_text(comparison.summary(name, arm), len(arm.runs)) for name in shown]
         lines.append(line + less[0] + [cells[i] for cells in less[1:] for i in (0, 1, 3)])
     return markdown(lines).rstrip()
 
@@ -120,20 +116,18 @@ def fit_table(fits: dict[str, Any]) -> str:
 
 def remarks(comparison: Comparison) -> list[str]:
     """What a reader of the tables must know, and the parts that are in none of them."""
-    seeds = {(arm.point, run.seed) for arm in comparison.arms for run in arm.runs}
-    two = [point for point in comparison.points if sum(of == point for of, _ in seeds) == 2]
-    few = comparison.differences and any(not comparison.effects(point, "") for point in two)
-    shown = {one.part for of_metric in comparison.pairs.values() for one in of_metric}
-    lines = [TOO_FEW] if few else [ABOUT] if any(comparison.models.values()) else []
-    if absent := [f"{name} ({' - '.join(arms)})" for name, arms in comparison.parts.items() if name not in shown]:
-        lines.append(f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}.")
-    return lines
+    shown = {one.part for one in comparison.pairs}
+    absent = [f"{name} ({' - '.join(arms)})" for name, arms in comparison.parts.items() if name not in shown]
+    several = any(one.n > 1 for one in comparison.differences.values())
+    lines = [ABOUT] if comparison.effects else [TOO_FEW] if several else []
+    return lines + [f"Without a row, for lack of an arm or of a number for a common seed: {', '.join(absent)}."] * bool(absent)
 
 
 def notes(comparison: Comparison, seeds: Sequence[int], epochs: float | None) -> list[str]:
     """Sentences on the overview. epochs: over the prepared text; 0 for data made during training, None if not known."""
     arms = comparison.arms
-    tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
+    runs = [run for arm in arms for run in arm.runs]
+    tokens = {run.val[-1]["tokens"] for run in runs if run.val}
     most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
     reference = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
     read = f", {epochs:.2f} epochs of the prepared text" if epochs else "" if epochs is None else ", generated during training"
@@ -141,19 +135,15 @@ def notes(comparison: Comparison, seeds: Sequence[int], epochs: float | None) ->
     off = {arm.name: arm.facts.get("params_off") or 0 for arm in arms}
     if unmatched := [f"{name} ({share:+.1%})" for name, share in off.items() if abs(share) > 0.005]:
         lines.append(f"Not matched to the reference's parameters within 0.5 %: {', '.join(unmatched)}.")
-    if epochs and epochs > 1:
-        lines.append("The training text was read more than once, so losses on it and on unseen text differ.")
-    if mixed := mixed_precision([run for arm in arms for run in arm.runs]):
-        lines.append(f"{mixed[0].upper()}{mixed[1:]}.")
-    return lines
+    return lines + [f"{note[0].upper()}{note[1:]}." for note in [mixed_precision(runs)] if note]
 
 
 def error_notes(comparison: Comparison) -> list[str]:
     """The error of every metric at every point, and a warning where arms differ in it."""
     lines = []
-    for metric, point, model in ((metric, *one) for metric, at in comparison.models.items() for one in at.items()):
-        where = f"{metric}, {point}" if point else metric
-        if not metric.endswith(FLOPS):
+    for metric, at in comparison.models.items():
+        for point, model in at.items() if not metric.endswith(FLOPS) else ():
+            where = f"{metric}, {point}" if point else metric
             lines.append(ERROR.format(where=where, **model.summary()))
             lines += [SPREADS_DIFFER.format(where=where, p=p_text(model.bartlett_p))] * model.spreads_differ
     return lines

@@ -124,7 +124,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.250"
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
     text = " ".join(notes(comparison, [1, 2, 3, 4], epochs=1.5))
-    assert "read more than once" in text and "Not matched" not in text
+    assert "1.50 epochs of the prepared text" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
     assert "diff (+2.0%)" in " ".join(notes(Comparison(arms, METRICS), [1], epochs=0.5))
 

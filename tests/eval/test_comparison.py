@@ -10,7 +10,7 @@ from eval.report import figures
 from eval.report.comparison import Comparison, profile
 from eval.report.runs import Arm
 from eval.report.statistics import holm, p_text, paired
-from eval.report.study_tables import ABOUT, TOO_FEW, difference_table, error_notes, overview, remarks, tables, tables_by_seed
+from eval.report.study_tables import ABOUT, TOO_FEW, difference_table, error_notes, overview, remarks, table_by_seed, tables
 from tests.ablation.test_results import METRICS, make_arms, values_of
 
 PAIRS = {"subtraction": ["diff", "lambda0"], "gate": ["gated", "baseline"]}
@@ -57,7 +57,7 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     # Half way between the baseline's loss plus the difference at both points, which lie 0.3 apart.
     assert equal["valid"] == pytest.approx(-0.1 + 0.15, abs=0.1) and equal["half"] == pytest.approx(-0.05 + 0.15, abs=0.1)
     assert equal["half"] - equal["valid"] == pytest.approx(0.05, abs=2e-3)
-    effects = [one for model in comparison.models["half"].values() for one in model.effects.values()]
+    effects = [one for one in comparison.effects if one.metric == "half"]
     figures.draw_gap(tmp_path / "gap.png", arms, effects, "half")
     assert (tmp_path / "gap.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,14 +70,14 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
     assert columns(alike) == ["arm less baseline-long, equal early", "n", "valid"]
     assert columns(parts_alike) == ["part, equal early", "arms", "n", "valid"]
     names = ["valid", "early", "valid, equal early"]
-    assert list(comparison.models) == list(comparison.pairs) == names
+    assert list(comparison.models) == names and {one.metric for one in comparison.pairs} == set(names)
     model = comparison.models["valid, equal early"]["long"]
     assert model.slope is not None and model.bartlett_p is None
     assert any("valid, equal early" in note for note in error_notes(comparison))
     for arm in arms:
         del arm.runs[1:]
     alone = Comparison(arms, *given)
-    assert alone.pairs["valid, equal early"] == [] and len(tables(alone, "long")) == 1
+    assert {one.metric for one in alone.pairs} == {"valid", "early"} and len(tables(alone, "long")) == 1
 
 
 def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: list[Arm]) -> None:
@@ -88,7 +88,7 @@ def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: 
             results["recall"] = {"hit": {"loss": 3 + 0.1 * seed}, "other": {"loss": results["loss"] + 0.01 * seed}}
     metrics = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "Others": "perplexity.recall.other.loss"}
     comparison = Comparison(arms, metrics, tuple(metrics), PAIRS, covariate="AR-Hit")
-    assert list(comparison.models) == list(comparison.pairs) == [*metrics, "Others, equal AR-Hit"]
+    assert list(comparison.models) == list(comparison.models_json()["pairs"]) == [*metrics, "Others, equal AR-Hit"]
 
 
 def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(arms: list[Arm]) -> None:
@@ -98,7 +98,7 @@ def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(a
         effects = octaves.models[octave]["long"].effects
         for arm in ("diff", "lambda0"):
             assert effects[f"{arm}-long"].mean == pytest.approx(part * TRUTH[arm], abs=4e-3)
-        (subtraction,) = (pair for pair in octaves.pairs[octave] if pair.point == "long")
+        (subtraction,) = (pair for pair in octaves.pairs if (pair.metric, pair.point) == (octave, "long"))
         assert subtraction.mean == pytest.approx(part * -0.06, abs=4e-3)
     for arm in arms:
         del arm.runs[0].evals["perplexity"]["results"]["by_octave"]  # as of a run of older code
@@ -107,7 +107,7 @@ def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(a
 
 
 def test_a_pair_has_the_mean_of_its_differences_and_the_pooled_error(arms: list[Arm]) -> None:
-    pairs = Comparison(arms[:3], METRICS, parts=TWO_PARTS).pairs["valid"]
+    pairs = Comparison(arms[:3], METRICS, parts=TWO_PARTS).pairs
     for pair, (one, other) in zip(pairs, ((1, 2), (2, 0)), strict=True):
         differences = [a - b for a, b in zip(values_of(arms[one]), values_of(arms[other]), strict=True)]
         assert (pair.arm, pair.reference, pair.point) == (arms[one].name, arms[other].name, "short")
@@ -124,9 +124,9 @@ def test_a_row_shows_a_part_seed_by_seed(arms: list[Arm]) -> None:
     for run in arms[1].runs:
         run.evals["perplexity"]["results"]["loss"] = losses[run.seed]
     comparison = Comparison(arms[:3], METRICS, parts=PAIRS)
-    (pair,) = comparison.pairs["valid"]
+    (pair,) = comparison.pairs
     ps = map(p_text, (pair.p, pair.p_holm, paired([-0.1, -0.25]).p, pair.p_welch, pair.p_equal))
-    assert tables_by_seed(comparison)[0].splitlines()[::2] == [
+    assert table_by_seed(comparison, "short").splitlines()[::2] == [
         "| part by seed | arms | metric | seed 1 | seed 3 | p, pooled | p, Holm | p, alone | p, Welch | p, equal |",
         f"| subtraction | diff-short - lambda0-short | valid | -0.1000 | -0.2500 | {' | '.join(ps)} |",
     ]
@@ -136,13 +136,13 @@ def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:
     """diff less baseline is -0.1, lambda0 less baseline -0.04: inside of 0.05."""
     parts = {"inside": ["lambda0", "baseline"], "outside": ["diff", "lambda0"]}
     comparison = Comparison(arms[:3], METRICS, parts=parts)
-    (inside, outside), model = comparison.pairs["valid"], comparison.models["valid"]["short"]
+    (inside, outside), model = comparison.pairs, comparison.models["valid"]["short"]
     assert inside.p_equal < 0.01 and outside.p_equal > 0.99
     margin = abs(model.effects["diff-short"].mean) / 2
     both_sides = [stats.t.sf((margin + side * inside.mean) / inside.se, model.df) for side in (-1, 1)]
     assert inside.p_equal == pytest.approx(max(both_sides))
     arms[1].arm = "other"
-    assert Comparison(arms[:3], METRICS, parts=parts).pairs["valid"][0].p_equal is None
+    assert Comparison(arms[:3], METRICS, parts=parts).pairs[0].p_equal is None
 
 
 @pytest.mark.parametrize(("seeds", "enough"), ((2, False), (3, True)))
@@ -173,14 +173,14 @@ def test_the_forest_has_the_paired_intervals_of_its_table(
 
 
 def test_one_seed_gives_a_difference_without_a_claim_and_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:
-    absent = "Without a row, because an arm is missing or has no number for a common seed: gate (gated - baseline)."
+    absent = "Without a row, for lack of an arm or of a number for a common seed: gate (gated - baseline)."
     assert remarks(Comparison(arms, METRICS, parts=PAIRS)) == [ABOUT, absent]
     for arm in arms:
         del arm.runs[1:]
     comparison = Comparison(arms, METRICS, parts=PAIRS)
-    (pair, _) = comparison.pairs["valid"]
+    (pair, _) = comparison.pairs
     assert (pair.part, pair.point, pair.n) == ("subtraction", "short", 1)
     assert pair.low is pair.p is pair.p_holm is pair.p_alone is pair.p_welch is None
     (table,) = tables(comparison, "short")
     assert table.splitlines()[2] == f"| subtraction | diff-short - lambda0-short | 1 | {pair.mean:+.4f} |"
-    assert tables_by_seed(comparison) == [] and comparison.models_json()["mixed"] == {"valid": {}}
+    assert table_by_seed(comparison, "short") is None and comparison.models_json()["mixed"] == {"valid": {}}
