@@ -28,8 +28,9 @@ class Comparison:
     parts: name -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
     compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
 
-    table: as `long_table`. differences: (metric, arm) -> difference to the reference, paired by seed. models: metric ->
-    point -> Model. effects: their differences to the reference, and pairs: those of parts; their metrics end with the kind.
+    table: as `long_table`. values: (metric, arm) -> one per seed. differences: (metric, arm) -> less the reference, paired by
+    seed. models: metric -> point -> Model. effects: their differences to the reference, and pairs: those of parts; metrics
+    there end with their kind.
     """
 
     arms: list[Arm]
@@ -49,14 +50,16 @@ class Comparison:
         values = {name: [[run.value(path) for run in arm.runs] for arm in arms] for name, path in metrics.items()}
         self.table = long_table(arms, values)
         self.differences = {(one.metric, one.arm): one for one in contrasts(self.table, arms)}
-        self._compare("", self.compared, self.table)
+        self.values = self.table.groupby(["metric", "arm"])["value"].agg(list).to_dict()
+        tested = self.table[self.table["metric"].isin(self.compared)]
+        self._compare("", self.compared, tested)
         if self.horizons:
-            self._compare(FLOPS, self.compared, at_equal_flops(arms, self.table[self.table["metric"].isin(self.compared)]))
+            self._compare(FLOPS, self.compared, at_equal_flops(arms, tested))
         if self.covariate:
             path = metrics[self.covariate]
             whole = f"{path.partition('.')[0]}.loss" if ".recall." in path else path  # would repeat another metric's difference
             others = [metric for metric in self.compared if metrics[metric] not in (path, whole)]
-            self._compare(f", equal {self.covariate}", others, self.table, self.covariate)
+            self._compare(f", equal {self.covariate}", others, tested, self.covariate)
 
     def _compare(self, kind: str, metrics: Sequence[str], table: pd.DataFrame, covariate: str | None = None) -> None:
         values, first = dict(by_seed(table, "metric", "point")), {arm.name for arm in self.arms if not arm.reference}
@@ -88,7 +91,7 @@ class Comparison:
 
     def summary(self, metric: str, arm: Arm) -> Difference:
         """n, mean and sd of the arm's values over seeds."""
-        values = self.table["value"][(self.table["metric"] == metric) & (self.table["arm"] == arm.name)].to_list()
+        values = self.values.get((metric, arm.name), [])
         return Difference(len(values), *(mean_sd(values) if values else (None, None)))
 
     def drawn(self, metric: str) -> list[Difference]:
@@ -133,17 +136,17 @@ class Comparison:
         return numbers | {"difference": test and test.numbers(*PAIRED), "p_holm": test and test.p_holm}
 
     def models_json(self) -> dict[str, Any]:
-        def of_model(model: Model) -> dict[str, Any]:
-            effects = {arm: one.numbers(*EFFECT) for arm, one in model.effects.items()}
-            return model.summary() | {"effects": effects, "bartlett_p": model.bartlett_p, "slope": model.slope}
+        mixed = {metric: {point: _of_model(model) for point, model in at.items()} for metric, at in self.models.items()}
+        pairs = {metric: [] for metric in mixed if not metric.endswith(FLOPS)}
+        for one in self.pairs:
+            place = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference, "differences": one.by_seed}
+            pairs[one.metric].append(place | one.numbers(*PAIR))
+        return {"mixed": mixed, "pairs": pairs}
 
-        def of_pair(one: Difference) -> dict[str, Any]:
-            names = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference}
-            return names | {"differences": one.by_seed} | one.numbers(*PAIR)
 
-        mixed = {metric: {point: of_model(model) for point, model in at.items()} for metric, at in self.models.items()}
-        pairs = {metric: [of_pair(one) for one in self.pairs if one.metric == metric] for metric in mixed}
-        return {"mixed": mixed, "pairs": {metric: of for metric, of in pairs.items() if not metric.endswith(FLOPS)}}
+def _of_model(model: Model) -> dict[str, Any]:
+    effects = {arm: one.numbers(*EFFECT) for arm, one in model.effects.items()}
+    return model.summary() | {"effects": effects, "bartlett_p": model.bartlett_p, "slope": model.slope}
 
 
 def profile(arms: list[Arm], path: str, parts: Mapping[str, Sequence[str]]) -> Comparison | None:

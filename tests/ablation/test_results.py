@@ -62,15 +62,11 @@ def values_of(arm: Arm) -> list[float]:
     return [run.value("perplexity.loss") for run in arm.runs]
 
 
-def as_json(folder: Path) -> dict:
-    """What results.json has of a single run."""
-    facts = {"params_off": None, "params_non_embedding": 1, "flops_per_token": 1}
-    metrics = METRICS | {"last": "train.val_loss"}
-    (arm,) = Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).arms_json()
-    return arm["runs"][0]
-
-
 def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
+    def as_json(folder: Path) -> dict:
+        facts, metrics = {"params_non_embedding": 1, "flops_per_token": 1}, METRICS | {"last": "train.val_loss"}
+        return Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).arms_json()[0]["runs"][0]
+
     record = as_json(write_run(tmp_path / "a-s3", 2.0))
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
@@ -126,7 +122,12 @@ def test_the_table(tmp_path: Path) -> None:
     text = " ".join(notes(comparison, [1, 2, 3, 4], epochs=1.5))
     assert "1.50 epochs of the prepared text" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
-    assert "diff (+2.0%)" in " ".join(notes(Comparison(arms, METRICS), [1], epochs=0.5))
+    arms[0].runs[0].val[-1]["tokens"] *= 2
+    for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
+        run.facts["dtype"] = dtype
+    first, unmatched, dtypes = notes(comparison, [1], epochs=0.5)
+    assert "; up to 5.12k training tokens, 0.50 epochs" in first and "diff (+2.0%)" in unmatched
+    assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
 
 
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
@@ -145,16 +146,6 @@ def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None
     # A partial grid with one size has a table without fits.
     fits = fit_sizes(Comparison(arms[:2], METRICS), "valid")
     assert fit_table(fits).count("| 0 | no fit |  | no fit |  |") == 2
-
-
-def test_notes_name_the_longest_training_and_the_dtypes(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
-    arms[0].runs[0].val[-1]["tokens"] *= 2
-    for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
-        run.facts["dtype"] = dtype
-    first, dtypes = notes(Comparison(arms, METRICS), [1], epochs=0.5)
-    assert "; up to 5.12k training tokens, 0.50 epochs" in first
-    assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
 
 
 def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
@@ -201,8 +192,7 @@ def test_no_dot_is_outside_the_figure() -> None:
 
 
 def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
-    comparison = Comparison(arms, METRICS)
+    comparison = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:], METRICS)
     assert comparison.differences == {} and comparison.models == {"valid": {}}
     assert overview(comparison).splitlines()[2].startswith("| diff |")
 

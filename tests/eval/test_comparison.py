@@ -80,17 +80,6 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
     assert {one.metric for one in alone.pairs} == {"valid", "early"} and len(tables(alone, "long")) == 1
 
 
-def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: list[Arm]) -> None:
-    """A text's loss is the mean of its recalled and its other tokens: at equal recall its difference is that of the others."""
-    for arm in arms:
-        for seed, run in enumerate(arm.runs):
-            results = run.evals["perplexity"]["results"]
-            results["recall"] = {"hit": {"loss": 3 + 0.1 * seed}, "other": {"loss": results["loss"] + 0.01 * seed}}
-    metrics = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "Others": "perplexity.recall.other.loss"}
-    comparison = Comparison(arms, metrics, tuple(metrics), PAIRS, covariate="AR-Hit")
-    assert list(comparison.models) == list(comparison.models_json()["pairs"]) == [*metrics, "Others, equal AR-Hit"]
-
-
 def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(arms: list[Arm]) -> None:
     octaves = profile(arms, "perplexity.by_octave", PAIRS)
     assert columns(tables(octaves, "long")[0]) == ["arm less baseline-long", "n", *EARLY_LATE]
