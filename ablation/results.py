@@ -9,11 +9,10 @@ from ablation import tuning
 from ablation.experiment import AblateConfig
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
-from eval.report.figures import draw_differences, draw_forest, draw_grid, draw_losses
-from eval.report.grid import Comparison, fit_rows
-from eval.report.pooled import Pooled, parts_table, profile, unit
+from eval.report import study_tables
+from eval.report.comparison import Comparison, fit_sizes, profile
+from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_grid, draw_losses, slug
 from eval.report.runs import Arm
-from eval.report.tables import markdown
 
 FAMILIES = ("gap_*", "grid_*")  # figures that not every command draws
 
@@ -24,10 +23,9 @@ class Results:
     def __init__(self, cfg: AblateConfig, arms: list[Arm], tuned: Mapping[str, tuning.Tuned]) -> None:
         self.cfg, self.tuned = cfg, tuned
         arms = [arm for arm in arms if arm.runs]
-        self.comparison = Comparison(arms, cfg.metrics, cfg.compared)
-        self.pooled = Pooled(self.comparison, cfg.pairs, cfg.branch, cfg.covariate)
+        self.comparison = Comparison(arms, cfg.metrics, cfg.compared, cfg.pairs, cfg.branch, cfg.covariate)
         self.profiles = {name: one for name, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
-        self.fits = self.comparison.fit_sizes(self.comparison.compared[0]) if cfg.fit else None
+        self.fits = fit_sizes(self.comparison, self.comparison.compared[0]) if cfg.fit else None
 
     def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float] | None) -> None:
         """Write results.json and table.md to `folder`; print the table.
@@ -36,32 +34,34 @@ class Results:
         share of it that occurs in the training text; None where it is not known.
         """
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
-        runs = [run for arm in self.comparison.arms for run in arm.runs]
+        comparison, tables = self.comparison, study_tables.tables
+        runs = [run for arm in comparison.arms for run in arm.runs]
         longest = max(run.value("train.tokens") or 1 for run in runs)
         title = f"{folder.name}{tuning.in_title(self.tuned, self.cfg.tune, longest)}{partial}"
         seeds, tuned = list(dict.fromkeys(run.seed for run in runs)), tuning.tuning_notes(self.tuned, self.cfg.tune)
-        remarks = [*tuned, *self.comparison.notes(seeds, epochs), *self._text_notes(overlap)]
+        remarks = [*tuned, *study_tables.notes(comparison, seeds, epochs), *self._text_notes(overlap)]
         results = {
             "title": title,
-            "arms": self.comparison.as_json(),
+            "arms": comparison.arms_json(),
             "tuning": tuning.as_json(self.tuned),
-            **self.pooled.as_json(),
-            "profiles": {name: one.as_json() for name, one in self.profiles.items()},
+            **comparison.models_json(),
+            "profiles": {name: one.models_json() for name, one in self.profiles.items()},
             "fits": self.fits,
             "epochs": epochs,
             "overlap": overlap or {},
             "notes": remarks,
         }
-        page = [table for point in self.pooled.points for table in self.pooled.tables(point)]
+        page = [table for point in comparison.points for table in tables(comparison, point)]
         for name, one in self.profiles.items():
-            page += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
-        if alone := [one for metric in self.cfg.forest for one in self.pooled.alone(metric)]:
-            page.append(markdown(parts_table(alone, "part, paired by seed (forest.png)")).rstrip())
-        page += [*self.pooled.remarks(), *self.pooled.by_seed()]
-        page += [markdown(lines).rstrip() for lines in (self.comparison.lines(), self.fits and fit_rows(self.fits)) if lines]
+            page += [f"{name}:", *of_profile] if (of_profile := tables(one, comparison.points[-1])) else []
+        if alone := [one for metric in self.cfg.forest for one in comparison.alone(metric)]:
+            page.append(study_tables.difference_table(alone, "part, paired by seed (forest.png)"))
+        by_seed = [study_tables.table_by_seed(comparison, point) for point in comparison.points]
+        page += [*study_tables.remarks(comparison), *filter(None, by_seed), study_tables.overview(comparison)]
+        page += [study_tables.fit_table(self.fits)] if self.fits else []
         page += tuning.rates_table(self.tuned)
         write_json(folder / "results.json", result_record("ablation", folder.name, self.cfg, results, seeds=seeds))
-        text = "\n\n".join([f"**{title}**", *page, *remarks, *self.pooled.notes()]) + "\n"
+        text = "\n\n".join([f"**{title}**", *page, *remarks, *study_tables.error_notes(comparison)]) + "\n"
         write_atomic(folder / "table.md", text.encode())
         print(text)
 
@@ -73,7 +73,8 @@ class Results:
             notes.append(f"Share of the 13-word sequences of each test text that occur in the training text: {shares}.")
         elif overlap is None:
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
-        absent = [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.comparison.measured(name)]
+        measured = set(self.comparison.table["metric"])
+        absent = [f"{name} ({path})" for name, path in self.cfg.metrics.items() if name not in measured]
         absent += [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]
         return notes + [f"Without a column or table, because no run has numbers there: {', '.join(absent)}."] * bool(absent)
 
@@ -81,21 +82,24 @@ class Results:
         """Draw the figures in place of those of an earlier command. Returns their paths."""
         for path in [path for family in FAMILIES for path in folder.glob(f"{family}.png")]:
             path.unlink()
-        cfg, paths = self.cfg, draw_ablation(folder, self.pooled, self.fits)
+        cfg, paths = self.cfg, draw_ablation(folder, self.comparison, self.fits)
         for metric in self.comparison.compared if cfg.branch else ():
-            paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
-        panels = {title: self.pooled.alone(metric) for metric, title in cfg.forest.items()}
+            if effects := [one for one in self.comparison.effects if one.metric == metric]:
+                unit = " (nats)" if cfg.metrics[metric].endswith(("loss", "by_octave")) else ""
+                paths.append(folder / f"gap_{slug(metric)}.png")
+                draw_gap(paths[-1], self.comparison.arms, effects, f"{metric}: arm less {self.comparison.arms[0].arm}{unit}")
+        panels = {title: self.comparison.alone(metric) for metric, title in cfg.forest.items()}
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
         return paths
 
 
-def draw_ablation(folder: Path, pooled: Pooled, fits: dict[str, Any] | None) -> list[Path]:
+def draw_ablation(folder: Path, comparison: Comparison, fits: dict[str, Any] | None) -> list[Path]:
     """Draw the losses, the differences of the compared metrics and, with fits over sizes, the first metric over them."""
-    comparison, paths = pooled.comparison, [folder / "loss.png", folder / "difference.png"]
+    paths = [folder / "loss.png", folder / "difference.png"]
     draw_losses(paths[0], comparison.arms)
-    draw_differences(paths[1], comparison.arms, {name: pooled.drawn(name) for name in comparison.compared})
+    draw_differences(paths[1], comparison.arms, {name: comparison.drawn(name) for name in comparison.compared})
     if fits:
         metric = comparison.compared[0]
         paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))

@@ -10,8 +10,7 @@ covariate x[arm, seed], slope * x is added, so arms are compared at equal x (ana
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import pandas as pd
 from scipy import stats
 
 from eval.report.runs import Arm
-from eval.report.statistics import LEVEL, Difference, detectable_effect, holm, paired, t_quantile
+from eval.report.statistics import LEVEL, Difference, correct, detectable_effect, paired, t_quantile
 
 FEWEST_DF = 3  # of the pooled error of two seeds, that is of four arms; with fewer, only paired intervals are shown
 DRAWS = 2**18  # samples of the multivariate t: its quantiles' standard error is below 0.01 for df >= 4, and 0.03 for 2
@@ -44,17 +43,11 @@ def by_seed(table: pd.DataFrame, *keys: str) -> Iterator[tuple[Any, pd.DataFrame
         yield (key[0] if len(keys) == 1 else key), wide
 
 
-def correct(differences: Iterable[Difference]) -> None:
-    tested = [one for one in differences if one.p is not None]
-    for one, p in zip(tested, holm([one.p for one in tested]), strict=True):
-        one.p_holm = p
-
-
-def contrasts(table: pd.DataFrame, references: Mapping[str, str | None]) -> list[Difference]:
+def contrasts(table: pd.DataFrame, arms: list[Arm]) -> list[Difference]:
     """Every arm less its reference, paired over the seeds that both have; Holm's correction for the arms of one metric."""
     differences = []
     for metric, values in by_seed(table, "metric"):
-        pairs = [pair for pair in references.items() if set(pair) <= set(values)]
+        pairs = [(arm.name, arm.reference) for arm in arms if {arm.name, arm.reference} <= set(values)]
         of_metric = [one for pair in pairs if (one := paired_arms(values, *pair, metric=metric))]
         correct(of_metric)
         differences += of_metric
@@ -67,29 +60,34 @@ def paired_arms(values: pd.DataFrame, arm: str, other: str, **place: str) -> Dif
     return paired(list(less), by_seed=less.to_dict(), arm=arm, reference=other, **place) if len(less) else None
 
 
-@dataclass
 class Model:
-    """A metric at one point. values: a row per seed, a column per arm. beta[0] is the first arm's mean, beta[i] arm i less it.
+    """A metric at one point. values: a row per seed, a column per arm, the reference first; nan where there is no run.
 
-    error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it.
+    beta[0] is the reference's mean, beta[i] arm i less it. error: the error's variance, 0 where it cannot be estimated: of
+    less than two arms, of two seeds and less than FEWEST_DF degrees of freedom, with a covariate that no seed moves. ratio: the
+    variance of the seeds' blocks divided by it. place: metric and point of its differences.
     """
 
-    values: pd.DataFrame
-    beta: np.ndarray | None = None
-    covariance: np.ndarray | None = None
-    error: float = 0.0
-    ratio: float = 0.0
-    df: int = 0
-    slope: float | None = None
-    place: dict[str, str] = field(default_factory=dict)  # metric, kind and point of its differences
-
-    @property
-    def enough(self) -> bool:
-        return self.error > 0
-
-    @property
-    def reference(self) -> str:
-        return self.values.columns[0]
+    def __init__(self, values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> None:
+        if covariate is not None:
+            covariate = covariate.reindex(index=values.index, columns=values.columns)
+            values = values.where(covariate.notna())
+        self.values = values = values.dropna(how="all").dropna(axis=1, how="all")
+        self.place, self.slope, self.error = place, None, 0.0
+        seed, arm = np.nonzero(values.notna().to_numpy())
+        y, (seeds, arms) = values.to_numpy(dtype=float)[seed, arm], values.shape
+        design, block = np.eye(arms)[arm], np.eye(seeds)[seed]
+        design[:, :1] = 1  # the reference's mean; the other columns are differences to it
+        if covariate is not None:
+            x = covariate.loc[values.index, values.columns].to_numpy(dtype=float)[seed, arm]
+            design = np.column_stack((design, x - x.mean()))
+        self.df = len(y) - design.shape[1] - seeds + 1
+        if arms > 1 and self.df >= (1 if seeds > 2 else FEWEST_DF) and np.linalg.matrix_rank(design) == design.shape[1]:
+            beta, covariance, self.error, self.ratio = _reml(y, design, block)
+            self.beta, self.covariance = beta[:arms], covariance[:arms, :arms]
+            self.slope = float(beta[arms]) if covariate is not None else None
+        self.enough = self.error > 0
+        self.reference = values.columns[0] if arms else None
 
     @functools.cached_property
     def bartlett_p(self) -> float | None:
@@ -104,13 +102,13 @@ class Model:
     def spreads_differ(self) -> bool:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
-    def less(self, arm: str, other: str, part: str = "") -> Difference:
+    def less(self, arm: str, other: str, **place: str) -> Difference | None:
         """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
 
         p_alone: of the paired t test. p_welch: of Welch's test (1947), where the arms differ in their spread.
         """
-        place = {"arm": arm, "reference": other, "part": part, **self.place}
         alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
+        place |= self.place | {"arm": arm, "reference": other}
         one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
         if self.enough:
             row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
@@ -127,21 +125,16 @@ class Model:
     def effects(self) -> dict[str, Difference]:
         """Arm -> the arm less the reference; low, high and p are for all arms at once. n: seeds of the arm."""
         effects = {arm: self.less(arm, self.reference) for arm in self.values.columns[1:]}
-        critical, ps = self._all_at_once
-        for one, p in zip(effects.values(), ps, strict=True):
+        se = np.array([one.se for one in effects.values()])
+        correlation = self.covariance[1:, 1:] / np.outer(se, se)
+        largest = largest_t(tuple(map(tuple, correlation.round(9).tolist())), self.df) if len(se) > 1 else None
+        self.critical = t_quantile(1 - LEVEL / 2, self.df) if largest is None else float(np.quantile(largest, 1 - LEVEL))
+        for one in effects.values():
+            if largest is not None:
+                one.p = float(1 - np.searchsorted(largest, abs(one.mean) / one.se) / DRAWS)
             one.own_low, one.own_high, one.n = one.low, one.high, int(self.values[one.arm].count())
-            one.low, one.high, one.p = one.mean - critical * one.se, one.mean + critical * one.se, float(p)
+            one.low, one.high = one.mean - self.critical * one.se, one.mean + self.critical * one.se
         return effects
-
-    @functools.cached_property
-    def _all_at_once(self) -> tuple[float, np.ndarray]:
-        covariance = self.covariance[1:, 1:]
-        se = np.sqrt(np.diag(covariance))
-        t = np.abs(self.beta[1:]) / se
-        if len(t) == 1:
-            return t_quantile(1 - LEVEL / 2, self.df), 2 * stats.t.sf(t, self.df)
-        largest = largest_t(tuple(map(tuple, (covariance / np.outer(se, se)).round(9).tolist())), self.df)
-        return float(np.quantile(largest, 1 - LEVEL)), 1 - np.searchsorted(largest, t) / DRAWS
 
     def summary(self) -> dict[str, Any]:
         """The error's standard deviation with its 95 % interval, and that of the seeds' blocks.
@@ -155,31 +148,7 @@ class Model:
         least = max(whole) * detectable_effect(df + 1) * math.sqrt(df + 1)
         of_seeds = math.sqrt(self.error * self.ratio)
         return {"reference": self.reference, "n": n, "sd": sd, "sd_low": low, "sd_high": high, "sd_seed": of_seeds, "df": df,
-                "critical": self._all_at_once[0], "detectable": least}  # fmt: skip
-
-
-def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> Model:
-    """The model of values with a row per seed and a column per arm, the reference first; nan where there is no run.
-
-    No error: fewer than two arms, two seeds and fewer than FEWEST_DF degrees of freedom, or a covariate that no seed moves.
-    """
-    if covariate is not None:
-        covariate = covariate.reindex(index=values.index, columns=values.columns)
-        values = values.where(covariate.notna())
-    values = values.dropna(how="all").dropna(axis=1, how="all")
-    seed, arm = np.nonzero(values.notna().to_numpy())
-    y, (seeds, arms) = values.to_numpy(dtype=float)[seed, arm], values.shape
-    design, block = np.eye(arms)[arm], np.eye(seeds)[seed]
-    design[:, :1] = 1  # the reference's mean; the other columns are differences to it
-    if covariate is not None:
-        x = covariate.loc[values.index, values.columns].to_numpy(dtype=float)[seed, arm]
-        design = np.column_stack((design, x - x.mean()))
-    df = len(y) - design.shape[1] - seeds + 1
-    if arms < 2 or df < (1 if seeds > 2 else FEWEST_DF) or np.linalg.matrix_rank(design) < design.shape[1]:
-        return Model(values, place=place)
-    beta, covariance, error, ratio = _reml(y, design, block)
-    slope = None if covariate is None else float(beta[arms])
-    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope, place)
+                "critical": self.critical, "detectable": least}  # fmt: skip
 
 
 def welch_p(one: pd.Series, other: pd.Series) -> float | None:
@@ -219,19 +188,3 @@ def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray
     rng = np.random.default_rng(20240607)
     normal, scale = rng.standard_normal((DRAWS, len(correlation))), np.sqrt(rng.chisquare(df, DRAWS) / df)
     return np.sort(np.abs(normal @ root.T).max(axis=1) / scale)
-
-
-def difference_table(
-    differences: Sequence[Difference], head: Sequence[str], row: Callable[[Difference], tuple[str, ...]]
-) -> list[list[str]]:
-    """Differences as text, the header first: a row for every label `row(difference)`, a column for every metric."""
-    rows: dict[tuple[str, ...], dict[str, Difference]] = {}
-    for one in differences:
-        rows.setdefault(row(one), {})[one.metric] = one
-    metrics = list(dict.fromkeys(one.metric for one in differences))
-    lines = [[*head, "n", *metrics]]
-    for label, of_metric in rows.items():
-        shown = [of_metric.get(metric) for metric in metrics]
-        n = " / ".join(dict.fromkeys(str(one.n) for one in shown if one))
-        lines.append([*label, n, *(one.in_bold if one else "" for one in shown)])
-    return lines

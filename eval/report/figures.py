@@ -10,12 +10,11 @@ import pandas as pd
 
 from eval import perplexity
 from eval.common import GREY, INK, Axes, figure
-from eval.report.runs import Arm, Run
+from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import LEVEL, Difference
 from eval.report.tables import minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
-Placed = tuple[str, str, float, Difference]  # line, its colour, place on the axis
 SHORT = 24  # letters of a name that needs no shorter one
 
 
@@ -223,19 +222,24 @@ def draw_grid(path: Path, summaries: list[tuple[Arm, Any]], metric: str, fits: d
         ax.legend()
 
 
-def draw_gap(path: Path, placed: Sequence[Placed], ticks: Mapping[float, str], xlabel: str, ylabel: str) -> None:
-    """Differences with their intervals, a line per name. ticks: place -> label."""
-    names = list(dict.fromkeys(name for name, *_ in placed))
+def draw_gap(path: Path, arms: list[Arm], effects: Sequence[Difference], ylabel: str) -> None:
+    """Differences to the reference with their intervals against training tokens, a line per arm."""
+    points, by_name = dict.fromkeys(one.point for one in effects), {arm.name: arm for arm in arms}
+    tokens = {point: max(1, *(trained_tokens(arm) for arm in arms if arm.point == point)) for point in points}
+    families = list(dict.fromkeys(by_name[one.arm].arm for one in effects))
     with figure(path, 7.6, 4.6) as axes:
-        ax, apart = axes[0, 0], 0.008 * (max(ticks) - min(ticks))  # so that intervals do not hide each other
-        for k, name in enumerate(names):
-            shades, places, line = zip(*(rest for other, *rest in placed if other == name), strict=True)
-            x, mean = np.array(places) + apart * (k - len(names) / 2), [one.mean for one in line]
+        ax = axes[0, 0]
+        apart = (max(tokens.values()) / min(tokens.values())) ** 0.008  # so that intervals do not hide each other
+        for k, name in enumerate(families):
+            line = [one for one in effects if by_name[one.arm].arm == name]
+            x, mean = [tokens[one.point] * apart ** (k - len(families) / 2) for one in line], [one.mean for one in line]
             error = np.array([(one.mean - one.low, one.high - one.mean) for one in line]).T
-            ax.errorbar(x, mean, error, fmt="o-", color=shades[0], label=name, capsize=3, markersize=4.5, linewidth=1.4)
+            colour = by_name[line[0].arm].colour
+            ax.errorbar(x, mean, error, fmt="o-", color=colour, label=name, capsize=3, markersize=4.5, linewidth=1.4)
         ax.axhline(0, color=INK, linewidth=0.9)
-        ax.set_xticks(list(ticks), list(ticks.values()))
-        ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.set(xscale="log", xlabel="training tokens (millions); bars: 95 %, all arms at once", ylabel=ylabel)
+        ax.set_xticks(list(tokens.values()), [f"{count / 1e6:.3g}" for count in tokens.values()])
+        ax.minorticks_off()
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
 
 

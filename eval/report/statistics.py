@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ class Difference:
     """`arm` less `reference` in one metric at one point of a grid, over n seeds. What n seeds cannot give is None.
 
     low, high: 95 % interval. p: two-sided. by_seed: of every seed that both have. p_holm: p corrected for the differences
-    that are tested with it (Holm 1979). se to p_equal: of a model (differences.py, pooled.py). part to better: its place.
+    that are tested with it (Holm 1979). se to p_equal: of a model (differences.py, comparison.py). part to better: its place.
     """
 
     n: int
@@ -79,18 +79,14 @@ class Difference:
         return f"**{text}**" if p is not None and p < LEVEL else text
 
     @property
-    def clear(self) -> bool:
-        """Whether zero lies outside of the interval."""
-        return self.low is not None and not self.low <= 0 <= self.high
-
-    @property
     def constant(self) -> bool:
         """Whether all of several seeds have one difference, which then has neither an interval nor a p."""
         return self.n > 1 and not self.sd
 
     @property
     def resolved(self) -> bool:
-        return self.clear or (self.constant and self.mean != 0)
+        """Whether zero lies outside of the interval, or all seeds have one difference that is not zero."""
+        return self.constant and self.mean != 0 if self.low is None else not self.low <= 0 <= self.high
 
 
 def paired(differences: Sequence[float], **place: Any) -> Difference:
@@ -99,8 +95,6 @@ def paired(differences: Sequence[float], **place: Any) -> Difference:
     p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference seen in 80 % of such experiments.
     """
     n = len(differences)
-    if n == 0 or not all(map(math.isfinite, differences)):
-        raise ValueError("differences must be finite numbers, one per seed: leave out the seeds that diverged")
     result = Difference(n, math.fsum(differences) / n, **place)
     if n == 1:
         return result
@@ -139,6 +133,12 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
+def correct(differences: Iterable[Difference]) -> None:
+    tested = [one for one in differences if one.p is not None]
+    for one, p in zip(tested, holm([one.p for one in tested]), strict=True):
+        one.p_holm = p
+
+
 def power(effect: float, n: int) -> float:
     """Chance that the two-sided 5 % t test of n pairs finds a true difference of `effect` standard deviations."""
     df, shift = n - 1, effect * math.sqrt(n)
@@ -154,15 +154,10 @@ def detectable_effect(n: int) -> float:
     return optimize.brentq(lambda effect: power(effect, n) - POWER, 0.0, enough, xtol=1e-14)
 
 
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """n, mean, and low and high of the mean's 95 % t interval (None for a single seed), of one value per seed."""
-    return paired(values).numbers("n", "mean", "low", "high")
-
-
 def geometric_interval(ratios: Sequence[float]) -> dict[str, float | None]:
-    """`interval` of the logarithms, as ratios: the inverse ratios have the inverse interval."""
-    logs = interval([math.log(ratio) for ratio in ratios])
-    return {key: value if key == "n" or value is None else math.exp(value) for key, value in logs.items()}
+    """The interval of the logarithms, as ratios: the inverse ratios have the inverse interval."""
+    logs = paired([math.log(ratio) for ratio in ratios]).numbers("mean", "low", "high")
+    return {"n": len(ratios)} | {key: None if value is None else math.exp(value) for key, value in logs.items()}
 
 
 def p_text(p: float | None) -> str:
@@ -181,10 +176,8 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
     nan if `other` does not fall with size, inf if it falls so slowly that no size in reach has that loss.
     """
     (a, b), (a2, b2) = reference, other
-    if b2 <= 0:
-        return math.nan
-    logarithm = (math.log(a2 / a) + b * math.log(size)) / b2
-    return math.exp(logarithm) / size if logarithm < 700 else math.inf
+    logarithm = (math.log(a2 / a) + b * math.log(size)) / b2 if b2 > 0 else math.nan
+    return math.inf if logarithm >= 700 else math.exp(logarithm) / size
 
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:

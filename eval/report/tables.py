@@ -178,7 +178,7 @@ def differences(arms: list[Arm], rows: Sequence[Row]) -> list[Difference]:
     """Every arm less its reference, row by row, paired by seed, but for the rows that say how a model was trained."""
     compared = [row for row in rows if row.group not in ("Model", "Training")]
     table = long_table(arms, {i: [cell.values for cell in row.cells] for i, row in enumerate(compared)})
-    results = contrasts(table, {arm.name: arm.reference for arm in arms})
+    results = contrasts(table, arms)
     for one in results:
         row = compared[one.metric]
         one.group, one.metric, one.better = row.group, row.name, row.better

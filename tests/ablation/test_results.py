@@ -8,13 +8,12 @@ import pytest
 import yaml
 
 from ablation.results import draw_ablation
+from eval.report.comparison import Comparison, at_equal_flops, fit_sizes
 from eval.report.differences import by_seed
 from eval.report.figures import _readable_limits
-from eval.report.grid import Comparison, fit_rows
-from eval.report.pooled import Pooled
 from eval.report.runs import DIVERGED, Arm, give_colours, read_run
 from eval.report.statistics import paired
-from eval.report.tables import markdown
+from eval.report.study_tables import fit_table, notes, overview
 
 METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
 PNG = b"\x89PNG"
@@ -59,15 +58,15 @@ def make_arms(tmp_path: Path, differences: dict[str, float], points: tuple[str, 
     return arms
 
 
-def as_json(folder: Path) -> dict:
-    """What results.json has of a single run."""
-    facts = {"params_off": None, "params_non_embedding": 1, "flops_per_token": 1}
-    metrics = METRICS | {"last": "train.val_loss"}
-    (arm,) = Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).as_json()
-    return arm["runs"][0]
+def values_of(arm: Arm) -> list[float]:
+    return [run.value("perplexity.loss") for run in arm.runs]
 
 
 def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
+    def as_json(folder: Path) -> dict:
+        facts, metrics = {"params_non_embedding": 1, "flops_per_token": 1}, METRICS | {"last": "train.val_loss"}
+        return Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).arms_json()[0]["runs"][0]
+
     record = as_json(write_run(tmp_path / "a-s3", 2.0))
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
@@ -97,14 +96,14 @@ def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(
 
 def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
-    baseline, better, same = (arm["metrics"]["valid"] for arm in Comparison(arms, METRICS).as_json())
+    baseline, better, same = (arm["metrics"]["valid"] for arm in Comparison(arms, METRICS).arms_json())
     assert baseline["difference"] is None and baseline["sd"] > 0.02  # the seeds differ by far more than the arms
     assert better["difference"]["mean"] == pytest.approx(-0.02, abs=0.003) and better["p_holm"] < 0.01
     assert same["difference"]["low"] < 0 < same["difference"]["high"] and same["p_holm"] > 0.05
     assert better["p_holm"] == pytest.approx(2 * better["difference"]["p"])
     arms[1].runs[0].evals.clear()
     arms[0].runs[3].evals.clear()
-    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]  # of the seeds that both have
+    summary = Comparison(arms, METRICS).arms_json()[1]["metrics"]["valid"]  # of the seeds that both have
     assert summary["n"] == 3 and summary["difference"]["n"] == 2
 
 
@@ -112,7 +111,7 @@ def test_the_table(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[3].diverged = "the loss is nan at step 9"
     comparison = Comparison(arms, METRICS)
-    header, *rows = comparison.lines()
+    header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in overview(comparison).splitlines()]
     assert "AR-Hit" not in header  # measured by nobody
     cells = dict(zip(header, rows[1], strict=True))
     assert cells["arm"] == "diff" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
@@ -120,46 +119,33 @@ def test_the_table(tmp_path: Path) -> None:
     assert cells["difference (valid)"].startswith("-0.0")
     assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.250"
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
-    assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
-    text = " ".join(comparison.notes([1, 2, 3, 4], epochs=1.5))
-    assert "read more than once" in text and "Not matched" not in text
+    text = " ".join(notes(comparison, [1, 2, 3, 4], epochs=1.5))
+    assert "1.50 epochs of the prepared text" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
-    assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+    arms[0].runs[0].val[-1]["tokens"] *= 2
+    for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
+        run.facts["dtype"] = dtype
+    first, unmatched, dtypes = notes(comparison, [1], epochs=0.5)
+    assert "; up to 5.12k training tokens, 0.50 epochs" in first and "diff (+2.0%)" in unmatched
+    assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
 
 
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small", "middle", "large"))
     assert [arm.reference for arm in arms] == [None, "baseline-small", None, "baseline-middle", None, "baseline-large"]
     comparison = Comparison(arms, METRICS)
-    fits = comparison.fit_sizes("valid")
+    fits = fit_sizes(comparison, "valid")
     assert fits["baseline"]["size_ratio"]["mean"] == pytest.approx(1.0)
     exponent, ratio = fits["diff"]["exponent"], fits["diff"]["size_ratio"]
     assert exponent["low"] < exponent["mean"] < exponent["high"] and exponent["n"] == 4
     assert ratio["high"] < 1  # a lower loss everywhere: fewer parameters for the same
-    rows = fit_rows(fits)
-    assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
-    paths = draw_ablation(tmp_path / "figures", Pooled(comparison, {}, horizons=False), fits)
+    assert [row.split(" | ")[0] for row in fit_table(fits).splitlines()[::2]] == ["| arm", "| baseline"]
+    paths = draw_ablation(tmp_path / "figures", comparison, fits)
     assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
     # A partial grid with one size has a table without fits.
-    comparison = Comparison(arms[:2], METRICS)
-    fits = comparison.fit_sizes("valid")
-    assert [row[1:] for row in fit_rows(fits)[1:]] == [["0", "no fit", "", "no fit", ""]] * 2
-
-
-def test_notes_name_the_longest_training_the_tested_comparisons_and_the_dtypes(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "once": 0.0}, points=("short", "long"))
-    for arm in arms:
-        if arm.arm == "once":
-            del arm.runs[1:]  # a single seed is not tested
-        for run in arm.runs if arm.point == "long" else ():
-            run.val[-1]["tokens"] *= 2
-    for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
-        run.facts["dtype"] = dtype
-    first, second, *_, dtypes = Comparison(arms, METRICS).notes([1], epochs=0.5)
-    assert "; up to 5.12k training tokens, 0.50 epochs" in first
-    assert "the comparisons of each metric (2)." in second
-    assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
+    fits = fit_sizes(Comparison(arms[:2], METRICS), "valid")
+    assert fit_table(fits).count("| 0 | no fit |  | no fit |  |") == 2
 
 
 def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
@@ -169,18 +155,17 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
         arm.facts["flops_per_token"] = 2**0.5 if arm.arm == "costly" else 1.0
         for run in arm.runs if arm.point == "long" else ():
             run.train[-1]["tokens"] *= 2
-    comparison = Comparison(arms, METRICS)
-    values = comparison.values("valid")
-    ((_, equal),) = by_seed(comparison.at_equal_flops(), "metric")
+    comparison = Comparison(arms, METRICS, horizons=True)
+    ((_, equal),) = by_seed(at_equal_flops(arms, comparison.table[comparison.table["metric"] == "valid"]), "metric")
     assert "costly-short" not in equal  # before its first point: no extrapolation
-    assert list(equal["baseline-long"]) == list(values["baseline-long"])
-    for seed in (1, 2, 3, 4):
-        half_way = (values["costly-short"][seed] + values["costly-long"][seed]) / 2
-        assert equal["costly-long"][seed] == pytest.approx(half_way, abs=1e-9)
-    models = Pooled(comparison, {}, horizons=True).models["valid, equal FLOPs"]
-    differences = [equal["costly-long"][seed] - values["baseline-long"][seed] for seed in (1, 2, 3, 4)]
+    baseline, costly, longer = (values_of(arms[i]) for i in (2, 1, 3))
+    assert list(equal["baseline-long"]) == baseline
+    half_way = [(one + other) / 2 for one, other in zip(costly, longer, strict=True)]
+    assert list(equal["costly-long"]) == pytest.approx(half_way, abs=1e-9)
+    models = comparison.models["valid, equal FLOPs"]
     assert list(models) == ["long"]
-    assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
+    mean = sum(equal["costly-long"] - equal["baseline-long"]) / 4
+    assert models["long"].effects["costly-long"].mean == pytest.approx(mean, abs=1e-9)
 
 
 def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> None:
@@ -192,7 +177,7 @@ def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> Non
         for run in arm.runs:
             run.train[-1]["tokens"] *= 1.5 if ended else lengths[arm.point]
             run.diverged = "the loss is nan" if ended else None
-    equal = Comparison(arms, METRICS).at_equal_flops()
+    equal = at_equal_flops(arms, Comparison(arms, {"valid": "perplexity.loss"}).table)
     assert "cheap-long" not in set(equal["arm"]) and set(equal["seed"][equal["arm"] == "cheap-short"]) == {1, 2, 3, 4}
 
 
@@ -207,10 +192,9 @@ def test_no_dot_is_outside_the_figure() -> None:
 
 
 def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
-    comparison = Comparison(arms, METRICS)
-    assert not comparison.of_metric("valid") and comparison.lines()[1][0] == "diff"
-    assert Pooled(comparison, {}, horizons=False).models == {"valid": {}}
+    comparison = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:], METRICS)
+    assert comparison.differences == {} and comparison.models == {"valid": {}}
+    assert overview(comparison).splitlines()[2].startswith("| diff |")
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:
