@@ -2,22 +2,18 @@
 
 Stages, whose commands are in configs/gpu/card.yaml:
     kernel     the tests of the fused kernel on the card; beside them, the models of the later stages compile
-    attention  scripts/bench.py what=attention, length by length
-    mfu        scripts/bench.py what=train at size=124m, with AdamW and with Muon
-    training   train.py on Python's own library, arms of experiment=main at tier=gpu_12m: a process for each arm, side by side,
-               seed after seed; beside them one run (resume) that SIGTERM stops and resume=true continues
+    attention, mfu   scripts/bench.py: what=attention, length by length; what=train at size=124m, with AdamW and with Muon
+    training   train.py on Python's own library, arms of experiment=main at tier=gpu_12m, side by side; one stops and resumes
 
 Options:
     minutes=25     time for all stages; 8 is a short visit. What does not fit is left out
-    out=runs/gpu   folder for three files, written whenever a process ends: visit.json (processes, tests of the kernel, rows of
-                   the benches, losses), table.md, which is also printed, and visit.log (what the processes printed)
+    out=runs/gpu   folder for visit.json (all results), table.md (also printed) and visit.log (what the processes printed)
     stages=A,B     only these stages, in all minutes
     tiny=true      tiny shapes on the CPU (configs/gpu/tiny.yaml): tries this script, and measures nothing
 
 Exit status: 0; 1 if a test of the kernel failed or none ran, or if a process failed; 2 for a wrong option.
 """
 
-import importlib
 import json
 import os
 import re
@@ -33,11 +29,8 @@ from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 PACKAGES = "hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 pytest scipy tqdm safetensors tokenizers tiktoken"
 try:
-    for module in ("hydra", "pytest", "scipy", "tqdm", "safetensors", "tokenizers", "tiktoken"):
-        importlib.import_module(module)
     from omegaconf import OmegaConf
 
     from configs.composing import merged, quoted
@@ -65,6 +58,7 @@ class Visit:
         self.running: dict[str, tuple[subprocess.Popen, float]] = {}  # what for and name in the plan -> process, its start
         self.processes: dict[str, dict[str, Any]] = {}  # the same name, of a process that has ended -> how
         self.kernel: dict[str, str] = {}  # test of the kernel -> PASSED, FAILED or ERROR
+        self.data = ["data=text", "data.name=visit", quoted(f"data.dir={work / 'shards'}")]
         # Processes share what they compile: the later seeds of an arm find its code in the cache.
         self.env = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), **os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
         self.env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.tiny else {}
@@ -117,8 +111,7 @@ class Visit:
         if what in ("attention", "mfu", "compile"):
             return ["scripts/bench.py", *words, quoted(f"out={self.file(f'{what} {name}', 'json')}")]
         run = quoted(f"run_dir={self.work / 'runs' / f'{what}-{arm}'}") + "-s${seed}"
-        text = ["data=text", "data.name=visit", quoted(f"data.dir={self.work / 'shards'}")]
-        options = merged(overrides(arm, self.plan["tier"]), words, text, [run])
+        options = merged(overrides(arm, self.plan["tier"]), words, self.data, [run])
         return ["train.py", *sorted(options, key=lambda word: word != "-m")]
 
     def stop(self, names: list[str], seconds: float) -> None:
@@ -128,10 +121,10 @@ class Visit:
         for process in running.values():
             process.terminate()
         limit = time.monotonic() + seconds
-        while any(process.poll() is None for process in running.values()) and time.monotonic() < limit:
-            time.sleep(0.05)
         for name, process in running.items():
-            if process.poll() is None:
+            try:
+                process.wait(max(0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             self.ended(name, name in stopped)
@@ -146,23 +139,22 @@ class Visit:
         if end["code"] and not stopped:
             end["failed"] = "".join(printed.strip().splitlines()[-1:])[:300]
         self.processes[name] = end
-        if name.startswith("kernel"):
-            self.kernel |= OUTCOME.findall(printed)
+        self.kernel |= OUTCOME.findall(printed)
         self.report()
 
     def report(self) -> None:
         """Write visit.json and table.md from all that is known so far."""
         benches = [path for name in self.processes if (path := self.file(name, "json")).exists()]
-        content = {"machine": machine(), "version": version(), "minutes": self.minutes, "processes": self.processes}
-        content |= {"kernel": self.kernel, "benches": {path.stem: read_json_object(path, "") for path in benches}}
+        content = {"machine": machine(), "version": version(), "minutes": self.minutes, "kernel": self.kernel}
         content |= {kind: runs(self.work / "runs", kind) for kind in ("training", "resume")}
+        content |= {"processes": self.processes, "benches": {path.stem: read_json_object(path, "") for path in benches}}
         write_json(self.out / "visit.json", content)
         wrong = [test for test, end in self.kernel.items() if end != "PASSED"]
         parts = [f"kernel: {len(self.kernel)} tests, {len(wrong)} failed {', '.join(wrong[:5])}".rstrip()]
         timed = [path for path in benches if not path.stem.startswith("compile")]
         parts += [f"{path.stem}\n\n{path.with_suffix('.md').read_text().strip()}" for path in timed]
-        named = {"training": compared(content["training"]), "resume": content["resume"], "process": self.processes}
-        parts += [table(what, rows) for what, rows in named.items()]
+        parts.append(table("training", compared(content["training"])))
+        parts += [table("resume", content["resume"]), table("process", self.processes)]
         write_atomic(self.out / "table.md", ("\n\n".join(parts) + "\n").encode())
 
     def text(self) -> str:
@@ -170,8 +162,8 @@ class Visit:
         source, files = self.work / "library.jsonl", Path(sysconfig.get_path("stdlib")).glob(self.plan["text"]["files"])
         texts = [path.read_text(errors="replace") for path in sorted(files) if "site-packages" not in path.parts]
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        options = ["data=text", "data.name=visit", "data.tokenizer.name=bytes", quoted(f"data.dir={self.work / 'shards'}")]
-        return shlex.join([*options, f"data.max_tokens={self.plan['text']['max_tokens']}", quoted(f"path={source}")])
+        sizes = ["data.tokenizer.name=bytes", f"data.max_tokens={self.plan['text']['max_tokens']}"]
+        return shlex.join([*self.data, *sizes, quoted(f"path={source}")])
 
 
 def overrides(arm: str, changes: dict[str, Any]) -> list[str]:
@@ -208,21 +200,17 @@ def compared(finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
 def table(what: str, rows: dict[str, dict[str, Any]]) -> str:
     """The named rows as a Markdown table."""
     heads = list(dict.fromkeys(key for row in rows.values() for key in row))
-    lines = [[what, *heads], ["---"] * (1 + len(heads))]
-    lines += [[name, *(str(row.get(head, "-"))[:60] for head in heads)] for name, row in rows.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    body = [[name, *(str(row.get(head, "-"))[:60] for head in heads)] for name, row in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [[what, *heads], ["---"] * (1 + len(heads)), *body])
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
     """The options of the command line. ValueError with what to type for one that is wrong, and where there is no card."""
     import torch
 
-    options = dict(DEFAULTS)
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in DEFAULTS:
-            raise ValueError(f"'{argument}' is not an option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
-        options[key] = value
+    if wrong := [argument for argument in arguments if "=" not in argument or argument.split("=")[0] not in DEFAULTS]:
+        raise ValueError(f"'{wrong[0]}' is not an option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
+    options = DEFAULTS | dict(argument.split("=", 1) for argument in arguments)
     if not re.fullmatch(r"\d*\.?\d+", options["minutes"]) or not float(options["minutes"]):
         raise ValueError(f"minutes={options['minutes']} is not a positive number: use minutes=25")
     if unknown := [name for name in options["stages"].split(",") if name not in SHARES]:
