@@ -127,7 +127,7 @@ class IntrospectiveAttention(Attention):
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
-        outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
+        outputs = self._paths(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
         return self.norm(mixed if self.alpha is None else mixed + self.alpha * x)
@@ -135,11 +135,11 @@ class IntrospectiveAttention(Attention):
     def _path_output(self, heads: Tensor, i: int) -> Tensor:
         return self.path_norms[i](self.merge(heads))  # A_i (B, T, D)
 
-    def _feature(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
-        memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
-        outputs = []
+    def _paths(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
+        keys, values, memory, outputs = [], [], [], []  # memory: of the paths so far, each (B, hkv, T, m)
+        feature = self.mode == "feature"
         for i in range(self.paths):
-            q = split(self.q[i](x), self.width)
+            q = rotate(split(self.q[i](x), self.width), ropes[0])
             if i < len(self.k):
                 kept = k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
             if memory:
@@ -148,11 +148,19 @@ class IntrospectiveAttention(Attention):
                     k, v = k + from_k, v + from_v
                 else:
                     kept = k, v = from_k, from_v
-            q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
-            if cache is not None:
-                k, v = cache.append(k, v, slot=i)
-            outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
-            memory += self.remembered(*kept, outputs[-1])
+            if feature or i < len(self.k):
+                k = rotate(k, ropes[1])
+                k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
+                keys.append(k)
+                values.append(v)
+            if feature:
+                heads = attend(q, k, v, mask, self.backend, self.dropout_now)
+            else:
+                sets = [keys[j] for j in self._seen(i)], [values[j] for j in self._seen(i)]
+                heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
+            outputs.append(self._path_output(heads, i))
+            if feature:
+                memory += self.remembered(*kept, outputs[-1])
         return outputs
 
     def _from_memory(self, memory: list[Tensor], i: int) -> tuple[Tensor, Tensor]:
@@ -166,21 +174,6 @@ class IntrospectiveAttention(Attention):
         """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""
         parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
         return [parts[part].to(k.dtype) for part in self.options.memory]
-
-    def _sequence(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
-        keys, values, outputs = [], [], []
-        for i in range(self.paths):
-            q = rotate(split(self.q[i](x), self.width), ropes[0])
-            if i < len(self.k):
-                k = rotate(split(self.k[i](source), self.width), ropes[1])
-                v = split(self.v[i](source), self.value_width)
-                k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
-                keys.append(k)
-                values.append(v)
-            sets = [keys[j] for j in self._seen(i)], [values[j] for j in self._seen(i)]
-            heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
-            outputs.append(self._path_output(heads, i))
-        return outputs
 
     def _seen(self, i: int) -> list[int]:
         if self.options.repeated:
