@@ -1,12 +1,11 @@
-"""An attention by itself, without a decoder, and what layers hand to each other in a stack."""
+"""What training anneals in an attention, and what layers hand to each other in a stack."""
 
 import math
 
 import pytest
 import torch
 
-from model.attention import VARIANTS, BaselineAttention
-from model.attention.base import AttentionConfig
+from model.attention import BaselineAttention
 from model.attention.dex import DexAttention
 from model.cache import KVCache
 from tests.variants import randomized
@@ -40,15 +39,3 @@ def test_values_are_mixed_with_those_of_the_first_layer() -> None:
         torch.testing.assert_close(cache.slots[i, 0][1], want)
     alone = model.blocks[2].attention
     assert torch.equal(alone(inputs[2]), alone(inputs[2], carry={}))
-
-
-@pytest.mark.parametrize("letter", VARIANTS)
-def test_an_attention_works_without_a_decoder(letter: str) -> None:
-    """Built from the options that every attention takes, with initial weights that depend on the seed alone."""
-    x = torch.randn(2, 9, 64)
-    first, second, third = (VARIANTS[letter](AttentionConfig(d_model=64, n_head=4), seed=seed) for seed in (0, 0, 1))
-    y = first(x)
-    assert y.shape == x.shape and 1e-3 < y.std() < 1
-    assert torch.equal(y, second(x)) and not torch.equal(y, third(x))
-    y.square().sum().backward()
-    assert all(p.isfinite().all() and p.grad.isfinite().all() for p in first.parameters())

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-DRAWS = [f"{os.environ['PARITY_SEED']}-{i}" for i in range(20)]
+DRAWS = [f"{os.environ['PARITY_SEED']}-{i}" for i in range(8)]
 
 
 def choices(name: str) -> Callable[..., Any]:
