@@ -21,20 +21,14 @@ def test_rows_are_the_logits_at_those_positions(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, rows=same), logits[:, same])
         torch.testing.assert_close(model(tokens, rows=apart), torch.stack([logits[0, apart[0]], logits[1, apart[1]]]))
+        cache = KVCache(13)  # rows count the cached tokens, and may be none at all
+        assert model(tokens[:, :8], rows=torch.zeros(0, dtype=torch.long), cache=cache).shape == (2, 0, 50)
+        late = model(tokens[:, 8:], rows=torch.tensor([8, 12]), cache=cache)
+        # The second part attends through another kernel than the whole: float64 rounding, 1e-10 is 1e5 times that.
+        torch.testing.assert_close(late, logits[:, [8, 12]], rtol=0, atol=1e-10)
         targets = torch.randint(50, (2, 3))
         want = F.cross_entropy(logits[:, same].flatten(0, 1), targets.flatten()).float()  # the loss is computed in float32
         torch.testing.assert_close(model(tokens, targets, rows=same).float(), want, rtol=1e-6, atol=0)
-
-
-def test_rows_count_the_cached_tokens_and_may_be_none_at_all() -> None:
-    model = randomized("hybrid").eval()
-    tokens = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        logits, cache = model(tokens), KVCache(13)
-        assert model(tokens[:, :8], rows=torch.zeros(0, dtype=torch.long), cache=cache).shape == (2, 0, 50)
-        late = model(tokens[:, 8:], rows=torch.tensor([8, 12]), cache=cache)
-    # The second part attends through another kernel than the whole: float64 rounding, 1e-10 is 1e5 times that.
-    torch.testing.assert_close(late, logits[:, [8, 12]], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -120,21 +114,13 @@ def test_training_does_not_store_the_feed_forward_networks_hidden_layer(mlp: str
             loss = model.train(training)(tokens, tokens)
         grads[training] = torch.autograd.grad(loss, list(model.parameters()))
     assert all(map(torch.equal, grads[True], grads[False]))
+    of_parameters = lambda given: torch.func.functional_call(model, given, (tokens, tokens))  # noqa: E731
+    functional = torch.func.grad(of_parameters)(dict(model.train().named_parameters()))
+    torch.testing.assert_close(tuple(functional.values()), grads[True], rtol=1e-10, atol=1e-12)  # float64
     stored = {training: sum(x.numel() == 20 * width for x in kept[training]) for training in kept}
     inputs = 2 if mlp == "swiglu" else 1  # gate and up, of 2 layers
     assert stored[True] == 2 * inputs < stored[False]
-    assert len(calls) == 2  # one a forward pass: the product with `down` is not computed again
-
-
-def test_torch_func_takes_a_decoder_in_training() -> None:
-    model, tokens = randomized("baseline").train(), torch.arange(20).reshape(2, 10)
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (tokens, tokens))
-
-    grads, want = torch.func.grad(loss)(parameters), torch.autograd.grad(loss(parameters), list(parameters.values()))
-    torch.testing.assert_close(list(grads.values()), list(want), rtol=1e-10, atol=1e-12)  # float64
+    assert len(calls) == 3  # one a forward pass: the product with `down` is not computed again
 
 
 @pytest.mark.parametrize(("residual", "want"), (("float32", torch.float32), ("autocast", torch.bfloat16)))

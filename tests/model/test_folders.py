@@ -39,6 +39,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a scaled rope": (
         lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "says low_freq_factor=None",
     ),
+    "yarn": (lambda folder: edit(folder, rope_scaling={"rope_type": "yarn", "factor": 2.5}), "has yarn RoPE"),
     "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says [1] of its RoPE"),
     "some layers with a window": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], **SLIDING | {"max_window_layers": 1}),
@@ -97,17 +98,6 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
     for name in (tmp_path / "none", "a/b/c", llama_folder / "config.json"):
         with pytest.raises(ValueError, match="is not a folder"):
             read_folder(name)
-
-
-def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    source_model("llama").save_pretrained(tmp_path)
-    edit(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.5})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert model.config.rope_parameters["factor"] == loaded(tmp_path).cfg.rope_scaling.factor == 2.5
-    assert apart(model, loaded(tmp_path)) < EXACT
-    edit(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 2.5})
-    with pytest.raises(ValueError, match="has yarn RoPE"):
-        read_folder(tmp_path)
 
 
 def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(tmp_path: Path) -> None:

@@ -62,16 +62,13 @@ SOURCES |= {
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel"}
 
 
 def source_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A transformers model in which no parameter is a zero or a one."""
     family, options = SOURCES[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(
-        getattr(transformers, f"{family}Config")(**options)
-    )
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**options))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)

@@ -22,13 +22,13 @@ class Largest(TorchDispatchMode):
         self.elements, self.at_once, self.made = 0, 0, []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        found = operation(*args, **(kwargs or {}))
-        made = [x for x in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(x, Tensor)]
+        results = operation(*args, **(kwargs or {}))
+        made = [x for x in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(x, Tensor)]
         self.elements = max(self.elements, *(x.numel() for x in made), 0)
         self.made = [x for x in self.made if x() is not None] + [weakref.ref(x) for x in made]
         alive = {x().data_ptr() for x in self.made if x().numel() == self.elements}
         self.at_once = max(self.at_once, len(alive))
-        return found
+        return results
 
 
 @pytest.fixture(params=("torch", pytest.param("kernel", marks=needs_compiler)))
@@ -112,11 +112,11 @@ def test_compiled_without_the_kernel_it_has_the_same_bits(
     monkeypatch.setattr(loss, "_missing", lambda: "no compiler")
     x, weight, targets = inputs
     x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight))
-    found = []
+    results = []
     for call in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
         total = call(x, weight, targets)
-        found.append([total.detach(), *torch.autograd.grad(total, (x, weight))])
-    for one, other in zip(*found, strict=True):
+        results.append([total.detach(), *torch.autograd.grad(total, (x, weight))])
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
@@ -134,15 +134,11 @@ def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance
     exact = logits[:, :width].double().requires_grad_()
     want = F.cross_entropy(exact, targets, reduction="none")
     want.sum().backward()
-    found = []
-    for threads in (1, 3):
-        before = torch.get_num_threads()
+    results = []
+    for threads in (3, torch.get_num_threads()):
         torch.set_num_threads(threads)
-        try:
-            found.append(loss.CROSS_ENTROPY(logits, targets, width))
-        finally:
-            torch.set_num_threads(before)
-    (losses, grad), again = found
+        results.append(loss.CROSS_ENTROPY(logits, targets, width))
+    (losses, grad), again = results
     assert torch.equal(losses, again[0]) and torch.equal(grad, again[1])
     assert losses.dtype == loss.KERNELS[dtype] and grad.dtype == dtype
     close = {"rtol": 1e-13, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 2e-6}

@@ -15,9 +15,7 @@ from model.attention.integral import IntegralConfig
 from model.attention.introspective import IntrospectiveConfig
 from model.attention.mask import Mask
 from model.cache import KVCache
-from model.config import DecoderConfig
 from model.decoder import Decoder, layer_letter
-from model.rotary import Rope, rope_table
 from tests.model.test_backends import masks
 from tests.reference import formulas
 from tests.variants import NATIVE, VARIANTS, config, randomized
@@ -48,11 +46,6 @@ def weights_of(module: nn.Module) -> dict[str, np.ndarray]:
     return {key: value.detach().numpy() for key, value in module.state_dict().items()}
 
 
-def rope_of(cfg: DecoderConfig, T: int) -> Rope:
-    cos, sin = rope_table(T, cfg.head_dim, cfg.rope_theta)
-    return Rope(cos.double(), sin.double(), cfg.rope_layout == "interleaved")
-
-
 @pytest.mark.parametrize("ratio", (1, 4))
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_equals_the_formula(name: str, ratio: int) -> None:
@@ -64,13 +57,13 @@ def test_equals_the_formula(name: str, ratio: int) -> None:
     for T, label in ((1, "padding"), *views):
         mask = masks(2, T, window=4)[label]
         x, x0 = torch.randn(2, 2, T, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(T)).unbind(0)
-        rope, first = rope_of(model.cfg, T), (weights_of(earlier), x0.numpy())
+        first = (weights_of(earlier), x0.numpy())
         want = formula(weights_of(module), x.numpy(), see_of(mask, T), model.cfg, 1, first)
         for backend in BACKENDS:
             on(model, backend)
             carry: Carry = {}
-            earlier(x0, rope, mask, carry=carry)
-            got = module(x, rope, mask, carry=carry).detach().numpy()
+            earlier(x0, None, mask, carry=carry)
+            got = module(x, None, mask, carry=carry).detach().numpy()
             np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5, err_msg=f"{backend}, T={T}, {label}")
 
 
@@ -227,6 +220,22 @@ def test_every_variant_meets_the_baselines_budget(name: str) -> None:
         if name != "introspective_narrow_values" or d_model == 512:  # its attention alone is too large
             shape |= {"n_head": n_head, "d_model": d_model}
             assert abs(measured(name, measure, **shape) / measured("baseline", measure, bias, **shape) - 1) < 0.005
+
+
+def test_values_are_mixed_with_those_of_the_first_layer() -> None:
+    """In the third layer too, and of a hybrid stack with the first layer of the variant; a single module keeps its values."""
+    model = randomized("value_residual_later", layers="brrr", context=8)
+    inputs, values = {}, {}
+    for i, block in enumerate(model.blocks):
+        block.attention.register_forward_pre_hook(lambda _, given, i=i: inputs.update({i: given[0]}))
+    cache = KVCache(8)
+    model(torch.randint(0, 50, (1, 8)), cache=cache)
+    for i in (1, 2, 3):
+        values[i] = model.blocks[i].attention.v(inputs[i]).unflatten(-1, (8, -1)).transpose(1, 2)
+        want = values[1] if i == 1 else (values[1] + values[i]) / 2
+        torch.testing.assert_close(cache.slots[i, 0][1], want)
+    alone = model.blocks[2].attention
+    assert torch.equal(alone(inputs[2]), alone(inputs[2], carry={}))
 
 
 def test_flops_are_counted_from_the_matrices() -> None:

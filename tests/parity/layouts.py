@@ -1,9 +1,9 @@
 """Weights of one published differential attention module, in any of the published layouts, as weights of our module.
 
-LAYOUTS says what each system does; tests/reference/published.py has each as a formula. Sources: microsoft/unilm,
-Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's DiffAttention; transformers'
-DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of "Understanding Differential
-Attention" (the post itself has neither a causal mask nor an output projection).
+LAYOUTS says what each system does; tests/reference/published.py has those that do not install as formulas. Sources:
+microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's DiffAttention;
+transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of "Understanding
+Differential Attention" (the post itself has neither a causal mask nor an output projection).
 """
 
 import math
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def _linears(kind: str, **holds: str) -> dict[str, str]:
-    return {f"{theirs}.{kind}": " ".join(f"{name}.{kind}" for name in ours.split()) for theirs, ours in holds.items()}
+    return {f"{name}.{kind}": " ".join(f"{each}.{kind}" for each in ours.split()) for name, ours in holds.items()}
 
 
 MICROSOFT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
@@ -82,7 +82,7 @@ def import_attention(
     source: Mapping[str, Tensor], layout: str, *, n_head: int, n_kv_head: int | None = None, layer: int,
     gqa_pairing: str | None = None, norm_eps: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """The state dict `source` of one attention module of `layout`, as overrides of DecoderConfig and a state dict of our module.
+    """The state dict `source` of one attention module of `layout`: overrides of DecoderConfig and a state dict of our module.
 
     n_head, n_kv_head: as the source counts them (differential heads for microsoft, timm, blog and axolotl_double; output heads
     for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split). layer: the depth, from 0 (blog: 1 where the
@@ -98,8 +98,9 @@ def import_attention(
         for name in ("q", "k") if form.double else ("q", "k", "v"):
             change_rows(state, name, lambda rows: heads_in_pairs(rows, width))
     if (gqa_pairing or (*form.pairings, None)[0]) == "repeat_first" and kv_heads < heads:
-        change_rows(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
-        change_rows(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
+        repeat = lambda rows, d: rows.unflatten(0, (-1, d)).repeat_interleave(heads // kv_heads, 0).flatten(0, 1)  # noqa: E731
+        change_rows(state, "k", lambda rows: repeat(rows, width))
+        change_rows(state, "v", lambda rows: repeat(rows, 2 * width))
         kv_heads = heads
     if layout == "timm":
         _fold_timm_eps(state, eps)
@@ -137,11 +138,6 @@ def _renamed(source: Mapping[str, Tensor], form: Layout) -> dict[str, Tensor]:
         parts = value.tensor_split(len(names)) if len(names) > 1 and value.dim() else (value,) * len(names)
         state |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     return state
-
-
-def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
-    """Repeat every head of `width` rows `times` times, copies side by side."""
-    return rows.unflatten(0, (-1, width)).repeat_interleave(times, 0).flatten(0, 1)
 
 
 def _scaled(weight: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the published differential attention modules compute, each from its state dict: numpy float64, with loops.
+"""What published differential attention modules that do not install compute, from their state dicts: numpy float64, loops.
 
 Written from the systems' descriptions of heads, groups and norms, and not from model/: tests/parity/ holds our modules
 with the systems' weights against these. Every function takes the weights `w` by the system's names, one sequence x (T, D),
@@ -114,33 +114,6 @@ def vasqu(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int,
     return microsoft_end(w, y[0::2], y[1::2], depth)
 
 
-def timm(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int) -> np.ndarray:
-    """timm.layers.DiffAttention with is_causal: qk norms and the norm before proj have RmsNorm's eps, 1e-6."""
-    q, k, v = np.split(linear(w, "qkv", x), 3, axis=-1)
-    q, k, v = heads(q, 2 * num_heads), heads(k, 2 * num_heads), heads(v, num_heads)
-    if "q_norm.weight" in w:
-        q, k = ([rms_norm(each, w[f"{name}_norm.weight"], 1e-6) for each in part] for name, part in (("q", q), ("k", k)))
-    y, init = [attention(a, b, v[m // 2]) for m, (a, b) in enumerate(zip(q, k, strict=True))], lambda_init(depth)
-    lam = np.exp(w["lambda_a"]) - np.exp(w["lambda_b"]) + init if "lambda_a" in w else vector_lambda(w, init)
-    out = [rms_norm(a - lam * b, w["sub_norm.weight"], 1e-5) * (1 - init) for a, b in zip(y[0::2], y[1::2], strict=True)]
-    y = np.hstack(out)
-    return linear(w, "proj", rms_norm(y, w["norm.weight"], 1e-6) if "norm.weight" in w else y)
-
-
-def diffllama(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, *, eps: float = 1e-5) -> np.ndarray:
-    """DiffLlamaAttention: the values of the first and of the second half of the heads, each repeated twice over the heads
-    and then n times; two calls of all heads; heads i and i + h are subtracted."""
-    n, h = num_heads // num_kv_heads, num_heads // 2
-    q, k, v = project(w, x, "q_proj k_proj v_proj", (num_heads, num_kv_heads, num_kv_heads), rope_half)
-    halves = [repeat_kv(part * 2, n) for part in (v[: num_kv_heads // 2], v[num_kv_heads // 2 :])]
-    y = [
-        np.hstack([attention(a, b, half[m]) for half in halves])
-        for m, (a, b) in enumerate(zip(q, repeat_kv(k, n), strict=True))
-    ]
-    norm, init = partial(rms_norm, weight=1.0, eps=eps), lambda_init(depth)
-    return subtracted(w, y[:h], y[h:], vector_lambda(w, init), norm, 1 - init, "o_proj")
-
-
 def axolotl(
     w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, *, split: bool, eps: float = 1e-6
 ) -> np.ndarray:
@@ -178,27 +151,17 @@ def microsoft_v2(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, dept
     return linear(w, "o_proj", np.hstack([y[2 * i] - gate[:, i : i + 1] * y[2 * i + 1] for i in range(num_heads)]))
 
 
-LINEARS = {
-    "microsoft": "q_proj k_proj v_proj out_proj",
-    "vasqu": "q_proj k_proj v_proj out_proj",
-    "timm": "q k v proj",
-    "blog": "wq wk wv out_proj",
-}
-HEAD_NORM = {"timm": "sub_norm", "blog": "sublayer_norm", "diffllama": None, "microsoft_v2": None}
+LINEARS = {"microsoft": "q_proj k_proj v_proj out_proj", "vasqu": "q_proj k_proj v_proj out_proj", "blog": "wq wk wv out_proj"}
+HEAD_NORM = {"blog": "sublayer_norm", "microsoft_v2": None}
 
 
 def shapes(
-    layout: str, num_heads: int, num_kv_heads: int, d: int, dim: int | None = None, **options: bool
+    layout: str, num_heads: int, num_kv_heads: int, d: int, dim: int | None = None, *, norm: bool = True, bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters that the constructor of `layout` makes; dim: width of x, where the heads do not fix it.
-
-    options: norm (true unless given), bias, proj_bias, dual, qk_norm, scale_norm.
-    """
-    assert options.keys() <= {"norm", "bias", "proj_bias", "dual", "qk_norm", "scale_norm"}
-    h, kv, bias = num_heads, num_kv_heads, options.get("bias", False)
+    """The parameters that the constructor of `layout` makes; dim: width of x, where the heads do not fix it."""
+    h, kv = num_heads, num_kv_heads
     units = {  # rows of q, k, v and columns of the output projection, in widths d
         "vasqu": (h, kv, kv, h),
-        "diffllama": (h, kv, kv, h),
         "axolotl_split": (h, kv, kv, h),
         "axolotl_double": (2 * h, 2 * kv, kv, h),
         "microsoft_v2": (2 * h, kv, kv, h),
@@ -209,19 +172,12 @@ def shapes(
     names = LINEARS.get(layout, "q_proj k_proj v_proj o_proj").split()
     for name, rows, columns in zip(names, (q, k, v, dim), (dim, dim, dim, out), strict=True):
         made[f"{name}.weight"] = (rows, columns)
-        if options.get("proj_bias") if name == "proj" else bias:
+        if bias:
             made[f"{name}.bias"] = (rows,)
-    if layout == "timm":
-        fused = {"qkv.weight": (q + k + v, dim), **({"qkv.bias": (q + k + v,)} if bias else {})}
-        made = {key: shape for key, shape in made.items() if key[0] not in "qkv"} | fused
-        made |= {"q_norm.weight": (d,), "k_norm.weight": (d,)} if options.get("qk_norm") else {}
-        made |= {"norm.weight": (out,)} if options.get("scale_norm") else {}
-    if head_norm := HEAD_NORM.get(layout, "subln") if options.get("norm", True) else None:
+    if head_norm := HEAD_NORM.get(layout, "subln") if norm else None:
         made[f"{head_norm}.weight"] = (d if layout == "axolotl_double" else 2 * d,)
     if layout.startswith("axolotl"):
         made["lambda_init"] = ()
     if layout == "microsoft_v2":
         return made | {"lambda_proj.weight": (num_heads, dim)}
-    if options.get("dual"):
-        return made | {"lambda_a": (), "lambda_b": ()}
     return made | {name: (d,) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
