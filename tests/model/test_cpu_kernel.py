@@ -11,7 +11,7 @@ from model.attention import reference
 from model.attention.baseline import BaselineAttention
 from model.attention.kernels import cpu
 
-needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 # B, key/value heads, query heads of each, T, d, dv, key sets (or keys of a head); blocks have 24 rows
 SHAPES = [
@@ -62,7 +62,6 @@ def exact(inputs: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "inputs", [make(shape) for make in (union, difference) for shape in SHAPES], ids=lambda x: str(list(x[0].shape))
 )
@@ -72,7 +71,6 @@ def test_in_float64_it_is_the_formula(inputs: list[Tensor]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-@needs_compiler
 @pytest.mark.parametrize(("dtype", "tolerance", "scale"), ((torch.float32, 1e-6, 6.0), (torch.bfloat16, 2**-9, 0.1)))
 def test_other_dtypes_are_rounded_once(dtype: torch.dtype, tolerance: float, scale: float) -> None:
     """In relative norm: bfloat16 costs what rounding an exact result costs, at most half of its last digit's 2^-8.
@@ -86,7 +84,6 @@ def test_other_dtypes_are_rounded_once(dtype: torch.dtype, tolerance: float, sca
             assert error < tolerance * max(1, scale), (dtype, scale, list(got.shape))
 
 
-@needs_compiler
 def test_threads_change_no_bit() -> None:
     inputs, threads = difference((3, 2, 1, 75, 16, 32, 2), torch.float32), torch.get_num_threads()
     results = []
@@ -96,7 +93,6 @@ def test_threads_change_no_bit() -> None:
     assert all(torch.equal(one, other) for each in results for one, other in zip(each, results[0], strict=True))
 
 
-@needs_compiler
 def test_what_is_not_a_number_reaches_the_rows_that_see_it() -> None:
     for wrong in (float("nan"), float("inf")):
         q, k, v, _ = (x.detach() for x in union((1, 1, 1, 40, 16, 16, 1), torch.float32))
@@ -105,7 +101,6 @@ def test_what_is_not_a_number_reaches_the_rows_that_see_it() -> None:
         assert out[:37].isfinite().all() and out[37:].isnan().all()
 
 
-@needs_compiler
 def test_a_large_lambda_and_equal_maps() -> None:
     q, k, v, lam, grad = difference((1, 1, 1, 40, 16, 16, 2), torch.float32)
     q, k = (x.detach()[:, :, :1].repeat(1, 1, 2, 1, 1).requires_grad_() for x in (q, k))
@@ -114,7 +109,6 @@ def test_a_large_lambda_and_equal_maps() -> None:
         assert (got.double() - want).norm() <= 1e-6 * want.norm()
 
 
-@needs_compiler
 @pytest.mark.parametrize("inputs", (union((1, 2, 1, 5, 8, 8, 1)), difference((1, 2, 1, 5, 8, 8, 2))), ids=("union", "diff"))
 def test_a_second_derivative_is_refused(inputs: list[Tensor]) -> None:
     """The backward is an operator without a derivative: autograd would take its result for a constant."""
@@ -128,7 +122,6 @@ def test_a_second_derivative_is_refused(inputs: list[Tensor]) -> None:
         torch.func.jacrev(torch.func.grad(of_q))(inputs[0].detach())
 
 
-@needs_compiler
 def test_tensors_of_several_dtypes_or_shapes_are_not_read_as_if_they_fitted() -> None:
     q = torch.randn(2, 4, 8, 16)
     for keys, values in ((q[:1], q[:1]), (q[:, :2], q[:, :1]), (q, q[:, :, :3]), (q[..., :8], q), (q, q.bfloat16())):
@@ -168,7 +161,6 @@ def forget() -> None:
     native.library.cache_clear()
 
 
-@needs_compiler
 def test_it_is_compiled_once_and_kept_and_again_where_it_is_broken(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_, made = native._compile, []
     monkeypatch.setattr(native, "_compile", lambda *given: made.append(given) or compile_(*given))

@@ -26,6 +26,14 @@ LLAMA = {
 }  # fmt: skip
 OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
+# A window of which every query position is in, and the frequencies of Llama 3 in all of their three ranges.
+GROUPED = LLAMA | {"num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+
 SOURCES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact gelu, untied, width": (
@@ -46,22 +54,13 @@ SOURCES: dict[str, tuple[str, dict]] = {
         | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}
         | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
-}  # fmt: skip
-# A window of which every query position is in, and the frequencies of Llama 3 in all of their three ranges.
-GROUPED = LLAMA | {"num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
-SOURCES |= {
     "llama, scaled as Llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3, "head_dim": 16}),
     "mistral, window": ("Mistral", GROUPED | {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
     "qwen3, biases, scaled": ("Qwen3", GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
-}
+}  # fmt: skip
 
 
 def source_model(name: str, seed: int = 0) -> torch.nn.Module:
@@ -227,6 +226,9 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "gpt2 with rope": ("gpt2", {"norm": "layernorm", "mlp": "gelu"}, "position=rope; the format allows learned"),
     "double heads": ("diffllama", diff(heads="double"), "diff.heads=double; the format allows half"),
     "feed-forward biases": ("diffllama", diff() | {"bias": True}, "mlp.gate.bias, for which this format has no place"),
+    "axolotl's version 2": ("axolotl", {"layers": "v"}, "layers=v are not d throughout"),
+    "axolotl's width": ("axolotl", diff(heads="double") | {"head_dim": 6}, "its heads do not make up its width"),
+    "axolotl's norms": ("axolotl", diff(heads="double", qk_norm=True), "diff.qk_norm=True; the format allows False"),
     "phi3 with scaled rope": ("phi3", {"rope_scaling": {"kind": "linear"}}, "rope_scaling.kind=linear; the format allows none"),
 }  # fmt: skip
 

@@ -248,22 +248,6 @@ def test_torch_knows_the_operators() -> None:
     torch.library.opcheck(diff._backward, (case.grad, *case[:4], *rules[:2], *saved, *rules[2:]))
 
 
-def test_compile_keeps_one_graph() -> None:
-    mask, _ = view("padding", 2, 9, 9)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
-        return attend_diff(q * 2, k, v, lam.exp(), mask).sin()
-
-    case = draw(9, 9, 2, 16, "V2")
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        inputs = leaves(case)
-        out = run(*inputs)
-        results.append((out, *torch.autograd.grad(out, inputs, case.grad)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.skipif(not interpreted(), reason="counts the products that the interpreter runs")
 @pytest.mark.parametrize(("version", "pairs"), (("V1", 6), ("V2", 4)))
 def test_blocks_of_the_future_are_skipped(version: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,18 +258,6 @@ def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:
         module("baseline", backend="flex")(inputs(6, 6 if mask.shape == (6, 6) and mask.dtype == torch.bool else 2), mask=mask)
 
 
-@pytest.mark.parametrize("name", ("baseline", "diff", "introspective_sequence"))
-def test_a_probe_reads_an_added_bias_from_one_module(name: str) -> None:
-    """The rows that a probe shows are the maps: with all but one key hidden by the bias, they are the one key's."""
-    made, x = module(name), inputs(6)
-    bias = torch.full((6, 6), float("-inf"), dtype=torch.float64)
-    bias[:, 2] = 0.0
-    with probe(made, torch.tensor([1, 5])) as maps:
-        made(x, mask=bias)
-    (rows,) = maps.layers
-    assert (rows[..., [0, 1, 3, 4, 5]] == 0).all() and (rows[..., 2] != 0).all()
-
-
 def test_dex_anneals_its_lambda() -> None:
     """Equation 4 of arXiv 2505.16333: at the start the softmax head alone, at the end what is learned."""
     module, x = DexAttention(d_model=16, n_head=2, layer=1, anneal=4), torch.randn(1, 5, 16)

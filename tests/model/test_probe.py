@@ -81,6 +81,10 @@ def test_probes_and_visitors_show_the_products_of_queries_and_keys() -> None:
         q, k = (p(x).unflatten(-1, (8, -1)).transpose(1, 2) for p in (made.q, made.k))
     torch.testing.assert_close(seen, [q @ k.mT / 8**0.5])
     torch.testing.assert_close(maps.layers[0], seen[0].softmax(-1)[:, :, 9:])
+    made.backend, bias = "sdpa", torch.full((10, 10), float("-inf")).index_fill(1, torch.tensor([2]), 0.0)
+    with probe(made, torch.tensor([9])) as maps:
+        made(x, mask=bias)  # hides all but one key
+    assert maps.layers[0].nonzero()[:, -1].eq(2).all() and (maps.layers[0][..., 2] == 1).all()
 
 
 def test_visitors_and_probes_do_not_nest() -> None:

@@ -18,7 +18,6 @@ from tests.reference.parts import (
     head,
     head_norm,
     joined,
-    layer_norm,
     normed,
     positions,
     rms,
@@ -283,17 +282,11 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
     return norm if kind == "literal" else w["path_gain"] * norm + w["path_bias"]
 
 
-def path_norm(w: dict, name: str, kind: str, x: np.ndarray) -> np.ndarray:
-    if kind == "layernorm":
-        return layer_norm(x, w[f"{name}.weight"], w.get(f"{name}.bias", 0))
-    return rms(x, w[f"{name}.weight"])
-
-
 def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """docs/METHODS.md, introspective attention; heads per path, values of width D / heads."""
     opt, width, turned = cfg.introspective, cfg.head_dim, positions(cfg)
-    mode, paths, memory, heads = opt.mode, opt.paths, opt.memory, opt.heads or cfg.n_head // 2
-    heads = cfg.n_head if opt.heads == 0 else heads
+    mode, paths, memory = opt.mode, opt.paths, opt.memory
+    heads = {None: cfg.n_head // 2, 0: cfg.n_head}.get(opt.heads, opt.heads)
     kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
     D = x.shape[-1]
     dv, group = D // heads, heads // kv_heads
@@ -332,9 +325,9 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
                 visible = np.concatenate([rows(see, b)] * len(sets), -1)
                 scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
                 merged.append(softmax(scores, visible, b, i) @ values)
-            a = path_norm(w, f"path_norms.{p}", opt.path_norm, np.concatenate(merged, -1))
+            a = head_norm(w, opt.path_norm, np.concatenate(merged, -1), f"path_norms.{p}")
             kept["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
             earlier.append(kept)
             mixed = mixed + lam[..., p, None] * a
-        out.append(path_norm(w, "norm", opt.path_norm, mixed) @ w["out.weight"].T + w.get("out.bias", 0))
+        out.append(head_norm(w, opt.path_norm, mixed, "norm") @ w["out.weight"].T + w.get("out.bias", 0))
     return np.stack(out)

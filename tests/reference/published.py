@@ -151,31 +151,31 @@ def microsoft_v2(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, dept
     return linear(w, "o_proj", np.hstack([y[2 * i] - gate[:, i : i + 1] * y[2 * i + 1] for i in range(num_heads)]))
 
 
-LINEARS = {"microsoft": "q_proj k_proj v_proj out_proj", "vasqu": "q_proj k_proj v_proj out_proj", "blog": "wq wk wv out_proj"}
-HEAD_NORM = {"blog": "sublayer_norm", "microsoft_v2": None}
+NAMES = "q_proj k_proj v_proj o_proj"
+SHAPES = {  # names of the linears; widths d a head in rows of q, k and v and columns of the last; the head norm, its width
+    "microsoft": ("q_proj k_proj v_proj out_proj", 2, 2, 2, 2, "subln", 2),
+    "vasqu": ("q_proj k_proj v_proj out_proj", 1, 1, 1, 1, "subln", 2),
+    "axolotl_split": (NAMES, 1, 1, 1, 1, "subln", 2),
+    "axolotl_double": (NAMES, 2, 2, 1, 1, "subln", 1),
+    "blog": ("wq wk wv out_proj", 2, 2, 2, 2, "sublayer_norm", 2),
+    "microsoft_v2": (NAMES, 2, 1, 1, 1, None, 0),
+}
 
 
 def shapes(
     layout: str, num_heads: int, num_kv_heads: int, d: int, dim: int | None = None, *, norm: bool = True, bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """The parameters that the constructor of `layout` makes; dim: width of x, where the heads do not fix it."""
-    h, kv = num_heads, num_kv_heads
-    units = {  # rows of q, k, v and columns of the output projection, in widths d
-        "vasqu": (h, kv, kv, h),
-        "axolotl_split": (h, kv, kv, h),
-        "axolotl_double": (2 * h, 2 * kv, kv, h),
-        "microsoft_v2": (2 * h, kv, kv, h),
-    }.get(layout, (2 * h, 2 * kv, 2 * kv, 2 * h))
-    q, k, v, out = (count * d for count in units)
-    dim = dim or out
+    names, q, k, v, out, head_norm, width = SHAPES[layout]
+    rows = (q * num_heads * d, k * num_kv_heads * d, v * num_kv_heads * d)
+    dim = dim or out * num_heads * d
     made: dict[str, tuple[int, ...]] = {}
-    names = LINEARS.get(layout, "q_proj k_proj v_proj o_proj").split()
-    for name, rows, columns in zip(names, (q, k, v, dim), (dim, dim, dim, out), strict=True):
-        made[f"{name}.weight"] = (rows, columns)
+    for name, count, columns in zip(names.split(), (*rows, dim), (dim, dim, dim, out * num_heads * d), strict=True):
+        made[f"{name}.weight"] = (count, columns)
         if bias:
-            made[f"{name}.bias"] = (rows,)
-    if head_norm := HEAD_NORM.get(layout, "subln") if norm else None:
-        made[f"{head_norm}.weight"] = (d if layout == "axolotl_double" else 2 * d,)
+            made[f"{name}.bias"] = (count,)
+    if head_norm and norm:
+        made[f"{head_norm}.weight"] = (width * d,)
     if layout.startswith("axolotl"):
         made["lambda_init"] = ()
     if layout == "microsoft_v2":
