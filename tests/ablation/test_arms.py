@@ -107,8 +107,10 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
         assert says in reason(), key
         (two / file).write_text(original)
     for file, fix in (("eval/needle.json", "delete it and repeat the evaluation"), ("tokenizer.json", "copy it from")):
+        original = (two / file).read_text()
         (two / file).write_text("{")
         assert f"damaged: {fix}" in reason()
+        (two / file).write_text(original)
     (two / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{two}]")
     assert not (tmp_path / "r.html").exists() and not (tmp_path / "figures").exists()
