@@ -87,7 +87,8 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
         used = []
         for i in range(b.heads):
             for c in (0, 1):
-                (head,) = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                head, *others = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])] or [None]
+                assert head is not None and not others
                 used.append(head)
                 group = head // r
                 assert torch.equal(k2[2 * (i // r) + c], k[group])
