@@ -104,7 +104,7 @@ def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio
             close(got, want, f"{backend}, {label}")
             for one, other in zip(grads, want_grads, strict=True):
                 close(one, other, f"{backend}, {label}, gradient")
-        if T == 63:  # each shape is compiled
+        if T == 63 and operation in ("diff", "union"):  # each shape is compiled
             with torch.no_grad():
                 close(run(operation, inputs, mask, "flex"), want, f"flex, {label}")
 

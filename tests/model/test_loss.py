@@ -100,18 +100,19 @@ def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tu
         grad.sum().backward()
     with pytest.raises(ValueError, match="differentiated again"):
         torch.func.jacrev(torch.func.grad(of_x))(x.detach())
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
+    if loss.KERNELS:  # the next test compiles what runs without them
+        compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+        assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("inputs", ("torch",), indirect=True)
 def test_compiled_without_the_kernel_it_has_the_same_bits(
-    dtype: torch.dtype, inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA. The gradient of the logits is then made without scatter_, which would cost a pass of its own."""
     monkeypatch.setattr(loss, "_missing", lambda: "no compiler")
     x, weight, targets = inputs
-    x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight))
+    x, weight = (tensor.detach().bfloat16().requires_grad_() for tensor in (x, weight))
     results = []
     for call in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
         total = call(x, weight, targets)
