@@ -4,6 +4,7 @@ A mutant replaces functions or methods by wrong ones while a test runs. The test
 "nothing collected", not an error of collection). Where a published implementation has the mistake, it is named.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,16 +32,35 @@ KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion
 MODULES = "tests/model/test_modules.py"
 OPTIMIZERS = "tests/training/test_parts.py::test_every_parameter_is_in_one_group_and_only_matrices_decay"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
+LEARNS = f"{VARIANTS}::test_every_parameter_learns"
+FUTURE = f"{VARIANTS}::test_no_token_sees_the_future"
+PREFILL = f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill"
+BLIND = f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward"
+CACHED = f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask"
+WARM_UP = f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"
+LAMBDA = f"{KERNELS}::test_lambda_of_any_shape"
+SPLIT = f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"
+
+
+class Value(NamedTuple):
+    """What is put in place of something that is no function."""
+
+    made_from: Callable[[Any], Any]
 
 
 class Mutant(NamedTuple):
-    """`owner.name` is replaced by `wrong(right)`, made from the right function or value; a test must notice."""
+    """A call of `owner.name` becomes one of `wrong`, whose first argument is the right function; a test must notice."""
 
     label: str
     owner: Any  # a module, a class, or a function without arguments that returns one
     name: str
-    wrong: Callable[[Any], Any]
-    caught_by: str  # pytest node
+    wrong: Callable | Value
+    caught_by: str = f"{FORMULA}[diff-1]"  # pytest node
+
+    def replacement(self, right: Any) -> Any:
+        if isinstance(self.wrong, Value):
+            return self.wrong.made_from(right)
+        return lambda *given, **options: self.wrong(right, *given, **options)
 
 
 def triton_diff() -> Any:
@@ -56,62 +76,44 @@ def halves_apart(q: Tensor) -> Tensor:
     return q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def floored_heads(right: Callable) -> Callable:
-    return lambda self, cfg: Heads(cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim, 2 * cfg.head_dim, 2, 2, 2)
+def floored_heads(right: Callable, self: DiffAttention, cfg: Any) -> Heads:
+    return Heads(cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim, 2 * cfg.head_dim, 2, 2, 2)
 
 
-def halved_widths(right: Callable) -> Callable:
-    def wrong(self: DiffAttention, cfg: Any) -> Heads:
-        shape = right(self, cfg)
-        return shape._replace(width=shape.width // 2, value_width=shape.value_width // 2)
-
-    return wrong
+def halved_widths(right: Callable, self: DiffAttention, cfg: Any) -> Heads:
+    shape = right(self, cfg)
+    return shape._replace(width=shape.width // 2, value_width=shape.value_width // 2)
 
 
 def keys_rotated_twice(right: Callable) -> Callable:
     """Of each pair of calls, for a path's queries and then for its keys, the second rotates twice."""
-    calls = []
-
-    def wrong(x: Tensor, rope: Any) -> Tensor:
-        calls.append(x)
-        return right(right(x, rope), rope) if len(calls) % 2 == 0 else right(x, rope)
-
-    return wrong
+    calls = itertools.count()
+    return lambda x, rope: right(right(x, rope), rope) if next(calls) % 2 else right(x, rope)
 
 
-def rotated_memory(right: Callable) -> Callable:
+def rotated_memory(right: Callable, self: IntrospectiveAttention, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
     """The keys in memory are turned as the half-split layout turns them by one radian."""
-
-    def wrong(self: IntrospectiveAttention, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
-        first, second = k.chunk(2, -1)
-        positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
-        turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
-        return right(self, torch.cat(turned, -1), v, a)
-
-    return wrong
+    first, second = k.chunk(2, -1)
+    positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
+    turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
+    return right(self, torch.cat(turned, -1), v, a)
 
 
-def single_path_let_through(right: Callable) -> Callable:
-    def wrong(opt: Any, *rest: Any) -> None:
-        if not (opt.path_weight == "affine" and opt.paths == 1):
-            right(opt, *rest)
-
-    return wrong
+def single_path_let_through(right: Callable, opt: Any, *rest: Any) -> None:
+    if not (opt.path_weight == "affine" and opt.paths == 1):
+        right(opt, *rest)
 
 
-def one_set_log_sum_exp(right: Callable) -> Callable:
-    def wrong(scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
-        return right(scale, q, *sets)[0], sdpa._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
-
-    return staticmethod(wrong)
+def one_set_log_sum_exp(right: Callable, scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
+    return right(scale, q, *sets)[0], sdpa._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
 
 
-def kernel_sees_ahead(right: Callable) -> Callable:
-    return lambda q, k, v, lam: right(q, k.roll(-1, 3), v.roll(-1, 2), lam)  # row t sees the keys from 1 to t + 1
+def kernel_sees_ahead(right: Callable, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Any:
+    return right(q, k.roll(-1, 3), v.roll(-1, 2), lam)  # row t sees the keys from 1 to t + 1
 
 
-def first_rows_lambda(right: Callable) -> Callable:
-    return lambda q, k, v, lam: right(q, k, v, lam if lam is None else lam[..., :1, :].expand(lam.shape))
+def first_rows_lambda(right: Callable, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Any:
+    return right(q, k, v, lam if lam is None else lam[..., :1, :].expand(lam.shape))
 
 
 def delta_without_lambda(right: Any) -> Any:
@@ -122,214 +124,166 @@ def delta_without_lambda(right: Any) -> Any:
     return Wrong()
 
 
-def negated_lambda_gradient(right: Callable) -> Callable:
-    def wrong(*given: Any) -> tuple[Tensor, ...]:
-        dq, dk, dv, dlam = right(*given)
-        return dq, dk, dv, -dlam
-
-    return wrong
+def negated_lambda_gradient(right: Callable, *given: Any) -> tuple[Tensor, ...]:
+    *others, dlam = right(*given)
+    return *others, -dlam
 
 
-def weak_temperature_gradient(right: Callable) -> Callable:
+def weak_temperature_gradient(right: Callable, self: TemperatureAttention, q: Tensor, k: Tensor, *rest: Any) -> tuple:
     """The outputs and the gradient of the input are right."""
-
-    def wrong(self: TemperatureAttention, q: Tensor, k: Tensor, v: Tensor, carry: dict) -> tuple[Tensor, ...]:
-        tenth = self.log_temperature * 0.1 + (self.log_temperature * 0.9).detach()
-        return (q * (-tenth).exp()[:, None, None]).to(q.dtype), k, v
-
-    return wrong
+    tenth = self.log_temperature * 0.1 + (self.log_temperature * 0.9).detach()
+    return (q * (-tenth).exp()[:, None, None]).to(q.dtype), k, rest[0]
 
 
-def first_maps_value_gradient(right: Callable) -> Callable:
-    def wrong(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        dq, dk, _, dlam = right(grad, q, k, v, lam, *rest)
-        return dq, dk, right(grad, q, k, v, torch.zeros_like(lam), *rest)[2], dlam
-
-    return wrong
+def first_maps_value_gradient(right: Callable, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *rest: Any) -> tuple:
+    dq, dk, _, dlam = right(grad, q, k, v, lam, *rest)
+    return dq, dk, right(grad, q, k, v, torch.zeros_like(lam), *rest)[2], dlam
 
 
-def queries_at_the_start(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, query_ids: Any, key_ids: Any, *rest: Any) -> Any:
-        T = q.shape[-2]  # of causal queries at 0 .. T - 1, the keys from T on are hidden
-        return right(q, k[..., :T, :], v[..., :T, :], lam, query_ids, key_ids, *rest)
-
-    return wrong
+def queries_at_the_start(right: Callable, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    T = q.shape[-2]  # of causal queries at 0 .. T - 1, the keys from T on are hidden
+    return right(q, k[..., :T, :], v[..., :T, :], *rest)
 
 
-def zero_vectors(right: Callable) -> Callable:
-    def wrong(new: dict[str, Tensor]) -> None:
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            new[name] = torch.zeros_like(new[name])
-
-    return wrong
+def zero_vectors(right: Callable, new: dict[str, Tensor]) -> None:
+    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        new[name] = torch.zeros_like(new[name])
 
 
-def wrong_columns(right: Callable) -> Callable:
-    def wrong(old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
-        right(old, new, *rest)
-        new["out.weight"] = old["out.weight"].clone()
-
-    return wrong
+def wrong_columns(right: Callable, old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
+    right(old, new, *rest)
+    new["out.weight"] = old["out.weight"].clone()
 
 
-def new_queries(right: Callable) -> Callable:
-    def wrong(old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
-        drawn = {name: value for name, value in new.items() if name.startswith("q.")}
-        right(old, new, *rest)
-        new |= drawn
-
-    return wrong
+def new_queries(right: Callable, old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
+    drawn = {name: value for name, value in new.items() if name.startswith("q.")}
+    right(old, new, *rest)
+    new |= drawn
 
 
 MUTANTS = (
     # lambda
     Mutant("lambda_init is subtracted (blog)", DiffAttention, "lam",
-           lambda right: lambda self: right(self) - 2 * self.lambda_mix * self.lambda_init, f"{FORMULA}[diff-1]"),
-    Mutant("the maps are added", backends, "_subtract", lambda right: lambda first, lam, second: right(first, -lam, second),
-           f"{FORMULA}[diff-1]"),
+           lambda right, self: right(self) - 2 * self.lambda_mix * self.lambda_init),
+    Mutant("the maps are added", backends, "_subtract", lambda right, first, lam, second: right(first, -lam, second)),
     Mutant("the maps are added in the reference", reference, "attend_diff",
-           lambda right: lambda q, k, v, lam, *rest: right(q, k, v, -lam, *rest), f"{FORMULA}[diff-1]"),
-    Mutant("1 - lam for 1 - lambda_init", DiffAttention, "after",
-           lambda right: lambda self, y: self.head_norm(y) * (1 - self.lam()), f"{FORMULA}[diff-1]"),
-    Mutant("no 1 - lambda_init (blog, axolotl)", DiffAttention, "after",
-           lambda right: lambda self, y: self.head_norm(y), f"{FORMULA}[diff-1]"),
-    Mutant("depth from 1 (blog)", diff, "lambda_init", lambda right: lambda layer: right(layer + 1),
-           f"{FORMULA}[diff-1]"),
+           lambda right, q, k, v, lam, *rest: right(q, k, v, -lam, *rest)),
+    Mutant("1 - lam for 1 - lambda_init", DiffAttention, "after", lambda right, self, y: self.head_norm(y) * (1 - self.lam())),
+    Mutant("no 1 - lambda_init (blog, axolotl)", DiffAttention, "after", lambda right, self, y: self.head_norm(y)),
+    Mutant("depth from 1 (blog)", diff, "lambda_init", lambda right, layer: right(layer + 1)),
     Mutant("lambda vectors start at zero and stay (blog, axolotl)", DiffAttention, "init_own",
-           lambda right: lambda self, generator: [nn.init.zeros_(p) for p in self.parameters(recurse=False)],
-           f"{VARIANTS}::test_every_parameter_learns[diff]"),
+           lambda right, self, generator: [nn.init.zeros_(p) for p in self.parameters(recurse=False)], f"{LEARNS}[diff]"),
     Mutant("the warm-up is not saved (axolotl)", DiffAttention, "make_parameters",
-           lambda right: lambda self, *given: right(self, *given) or self.register_buffer(
-               "lambda_mix", torch.ones(()), persistent=False),
-           f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
+           lambda right, self, *given: right(self, *given) or self.register_buffer(
+               "lambda_mix", torch.ones(()), persistent=False), WARM_UP),
     Mutant("the warm-up is not in lambda (axolotl's log)", DiffAttention, "lam",
-           lambda right: lambda self: right(self) / self.lambda_mix,
-           f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
+           lambda right, self: right(self) / self.lambda_mix, WARM_UP),
     Mutant("lambda vectors decay", optim, "_group_of",
-           lambda right: lambda name, *rest: "decayed" if ".lambda_" in name else right(name, *rest), OPTIMIZERS),
-    Mutant("lambda's projection decays", DiffV2Attention, "undecayed", lambda right: (), OPTIMIZERS),
+           lambda right, name, *rest: "decayed" if ".lambda_" in name else right(name, *rest), OPTIMIZERS),
+    Mutant("lambda's projection decays", DiffV2Attention, "undecayed", Value(lambda right: ()), OPTIMIZERS),
     Mutant("lambda is rounded to bfloat16 (unilm)", backends, "_subtract",
-           lambda right: lambda first, lam, second: right(first, lam.to(first.dtype), second),
+           lambda right, first, lam, second: right(first, lam.to(first.dtype), second),
            f"{OPERATIONS}::test_lambda_is_not_rounded_to_the_maps_precision"),
     # heads
     Mutant("heads and width are both halved (nanoGPT ports)", DiffAttention, "head_shape", halved_widths,
            f"{VARIANTS}::test_variants_share_the_weights_both_have"),
     Mutant("components are heads i and i + h (DiffLlama's layout)", DiffAttention, "attend",
-           lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff-1]"),
+           lambda right, self, q, *rest: right(self, halves_apart(q), *rest)),
     Mutant("keys are repeated, then paired (unilm naive, vasqu)", DiffAttention, "attend",
-           lambda right: lambda self, q, k, *rest: right(
-               self, q, k.repeat_interleave(self.heads // self.kv_heads, 1), *rest),
+           lambda right, self, q, k, *rest: right(self, q, k.repeat_interleave(self.heads // self.kv_heads, 1), *rest),
            f"{FORMULA}[diff-4]"),
     Mutant("V2 pairs heads across groups", DiffV2Attention, "attend",
-           lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff_v2-4]"),
-    Mutant("V2 without its sigmoid", DiffV2Attention, "lam",
-           lambda right: lambda self, x: self.lambda_logits(x).mT[..., None], f"{FORMULA}[diff_v2-1]"),
+           lambda right, self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff_v2-4]"),
+    Mutant("V2 without its sigmoid", DiffV2Attention, "lam", lambda right, self, x: self.lambda_logits(x).mT[..., None],
+           f"{FORMULA}[diff_v2-1]"),
     Mutant("odd heads are floored (vasqu, timm)", DiffAttention, "head_shape", floored_heads,
            f"{VARIANTS}::test_wrong_input_is_refused_with_the_fix"),
-    Mutant("the head norm is dropped", DiffAttention, "after", lambda right: lambda self, y: y * (1 - self.lambda_init),
-           f"{FORMULA}[diff-1]"),
+    Mutant("the head norm is dropped", DiffAttention, "after", lambda right, self, y: y * (1 - self.lambda_init)),
     Mutant("no output projection (blog)", DiffAttention, "forward",
-           lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.mix(
-               x, x, (rope, rope), mask, cache, carry), f"{FORMULA}[diff-1]"),
+           lambda right, self, x, rope, mask, cache=None, carry=None: self.mix(x, x, (rope, rope), mask, cache, carry)),
     Mutant("scores are scaled by the value width", backends, "_both_maps",
-           lambda right: lambda q, k, v, *rest, **options: right(
-               q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, v, *rest, **options), f"{FORMULA}[diff-1]"),
-    Mutant("dropout in evaluation", Attention, "dropout_now", lambda right: property(lambda self: self.dropout),
+           lambda right, q, k, v, *rest, **options: right(q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, v, *rest, **options)),
+    Mutant("dropout in evaluation", Attention, "dropout_now", Value(lambda right: property(lambda self: self.dropout)),
            f"{VARIANTS}::test_attention_dropout_is_random_in_training_only_and_right_on_average[diff]"),
     # masks and positions
     Mutant("a causal mask of zeros (blog)", Mask, "allowed",
-           lambda right: lambda self, *given: right(replace(self, causal=False), *given),
-           f"{VARIANTS}::test_no_token_sees_the_future[diff]"),
+           lambda right, self, *given: right(replace(self, causal=False), *given), f"{FUTURE}[diff]"),
     Mutant("bottom-right causal alignment over several key sets (introspective flash code)", reference, "attend",
-           lambda right: lambda q, k, v, *rest: right(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(
-               k.shape[-2] - q.shape[-2])[None, None]),
-           f"{VARIANTS}::test_no_token_sees_the_future[introspective_sequence]"),
+           lambda right, q, k, v, *rest: right(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(
+               k.shape[-2] - q.shape[-2])[None, None]), f"{FUTURE}[introspective_sequence]"),
     Mutant("top-left causal alignment with a cache", Mask, "dense",
-           lambda right: lambda self, T, S, device: self.allowed(torch.arange(T, device=device), S),
-           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff]"),
+           lambda right, self, T, S, device: self.allowed(torch.arange(T, device=device), S), f"{PREFILL}[diff]"),
     Mutant("padding and windows are ignored (unilm flash, axolotl flash)", Mask, "plain",
-           lambda right: property(lambda self: self.causal), f"{FORMULA}[diff-1]"),
+           Value(lambda right: property(lambda self: self.causal))),
     Mutant("rows that see nothing are NaN (timm)", reference, "weights",
-           lambda right: lambda q, k, see, bias=None: ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(
-               ~see, float("-inf")).softmax(-1),
-           f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff]"),
+           lambda right, q, k, see, bias=None: ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~see, float("-inf")).softmax(-1),
+           f"{BLIND}[diff]"),
     Mutant("rows that see nothing see everything (timm fused)", sdpa, "dense",
-           lambda right: lambda *given: (lambda see, bias: (see | ~see.any(-1, keepdim=True), bias))(*right(*given)),
-           f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff]"),
+           lambda right, *given: (lambda see, bias: (see | ~see.any(-1, keepdim=True), bias))(*right(*given)),
+           f"{BLIND}[diff]"),
     Mutant("maps of a head take other heads' rows of a mask", sdpa, "spread",
-           lambda right: lambda x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
+           lambda right, x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
            f"{MODULES}::test_a_mask_of_any_shape_is_the_formulas[diff_v2]"),
     Mutant("queries take other queries' rows of an added bias", mask, "_rows",
-           lambda right: lambda x, positions, S: right(x.flip(-2), positions, S),
-           f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
-    Mutant("ALiBi favours what is far", base, "alibi_slopes", lambda right: lambda heads: tuple(-s for s in right(heads)),
-           f"{MODULES}::test_alibi_is_the_formula[diff]"),
+           lambda right, x, positions, S: right(x.flip(-2), positions, S), f"{CACHED}[diff]"),
+    Mutant("ALiBi favours what is far", base, "alibi_slopes", lambda right, heads: tuple(-s for s in right(heads)),
+           f"{MODULES}::test_positions_are_those_of_the_formula[diff]"),
     Mutant("RoPE is rounded to half precision (unilm)", base, "rope_table",
-           lambda right: lambda *given: tuple(table.bfloat16() for table in right(*given)),
+           lambda right, *given: tuple(table.bfloat16() for table in right(*given)),
            f"{MODULES}::test_rope_is_exact_in_half_precision"),
     Mutant("the RoPE of a module starts again at position 0", base, "rope_table",
-           lambda right: lambda T, width, theta, device, start, scaling: right(T, width, theta, device, 0, scaling),
-           f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
+           lambda right, T, width, theta, device, start, *rest: right(T, width, theta, device, 0, *rest), f"{CACHED}[diff]"),
     Mutant("decoding starts again at position 0 (unilm, blog)", decoder, "rope_of",
-           lambda right: lambda cfg, T, device, start: right(cfg, T, device, 0),
-           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff]"),
+           lambda right, cfg, T, device, start: right(cfg, T, device, 0), f"{PREFILL}[diff]"),
     Mutant("the cache is written and not read (blog)", LayerCache, "append",
-           lambda right: lambda self, k, v, slot=0: right(self, k, v, slot) and (k, v),
-           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff]"),
+           lambda right, self, k, v, slot=0: right(self, k, v, slot) and (k, v), f"{PREFILL}[diff]"),
     Mutant("interleaved RoPE taken for half-split", Attention, "turn",
-           lambda right: lambda self, x, rope: right(self, x, rope._replace(interleaved=False)),
-           f"{FORMULA}[diff_biased-1]"),
+           lambda right, self, x, rope: right(self, x, rope._replace(interleaved=False)), f"{FORMULA}[diff_biased-1]"),
     # introspective attention
-    Mutant("keys are rotated twice (introspective flash code)", introspective, "rotate", keys_rotated_twice,
+    Mutant("keys are rotated twice (introspective flash code)", introspective, "rotate", Value(keys_rotated_twice),
            f"{FORMULA}[introspective-1]"),
     Mutant("memory holds rotated keys (introspective flash code)", IntrospectiveAttention, "remembered", rotated_memory,
            f"{FORMULA}[introspective-1]"),
     Mutant("LayerNorm of equal path weights silences all paths (introspective code)", IntrospectiveAttention, "init_own",
-           lambda right: lambda self, generator: right(self, generator) or self.w.data.zero_(),
-           f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
-    Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check",
-           single_path_let_through, f"{VARIANTS}::test_degenerate_introspection_is_refused"),
+           lambda right, self, generator: right(self, generator) or self.w.data.zero_(), f"{LEARNS}[introspective_sequence]"),
+    Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check", single_path_let_through,
+           f"{VARIANTS}::test_degenerate_introspection_is_refused"),
     Mutant("earlier paths are masked out (introspective naive code)", introspective, "attend_union",
-           lambda right: lambda q, keys, values, *rest: right(q, keys[-1:], values[-1:], *rest),
+           lambda right, q, keys, values, *rest: right(q, keys[-1:], values[-1:], *rest),
            f"{FORMULA}[introspective_sequence-1]"),
     Mutant("paths are not normed one by one", IntrospectiveAttention, "_path_output",
-           lambda right: lambda self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1]"),
+           lambda right, self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1]"),
     Mutant("merging by wrong log-sum-exps in the backward", sdpa.Union, "forward", one_set_log_sum_exp,
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),
     # other variants
     Mutant("the first layer's values are forgotten", ValueResidualAttention, "before",
-           lambda right: lambda self, q, k, v, carry: (q, k, v), f"{FORMULA}[value_residual-1]"),
+           lambda right, self, q, k, v, carry: (q, k, v), f"{FORMULA}[value_residual-1]"),
     Mutant("values are mixed with those of the layer before", ValueResidualAttention, "before",
-           lambda right: lambda self, q, k, v, carry: (q, k, (v + carry.setdefault("v", v)) / (carry.update(v=v) or 2)),
-           "tests/model/test_attention.py::test_values_are_mixed_with_those_of_the_first_layer"),
+           lambda right, self, q, k, v, carry: (q, k, (v + carry.setdefault("v", v)) / (carry.update(v=v) or 2)),
+           f"{VARIANTS}::test_values_are_mixed_with_those_of_the_first_layer"),
     Mutant("a temperature multiplies the scores", TemperatureAttention, "before",
-           lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
+           lambda right, self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
            f"{FORMULA}[temperature-1]"),
     Mutant("a parameter gets a tenth of its gradient", TemperatureAttention, "before", weak_temperature_gradient,
            f"{MODULES}::test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas[temperature]"),
     # kernels
-    *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD", kernel_sees_ahead, f"{FORMULA}[diff-1]"),
+    *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD", kernel_sees_ahead),
       Mutant("the C++ kernel takes the lambda of the first row", cpu, "FORWARD", first_rows_lambda,
-             f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]")][:2 * len(NATIVE)],
-    Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", delta_without_lambda,
-           f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("the gradient of lambda has the wrong sign", triton_diff, "_backward", negated_lambda_gradient,
-           f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient,
-           f"{KERNELS}::test_lambda_of_any_shape"),
+             f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-2-32]")][:2 * len(NATIVE)],
+    Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", Value(delta_without_lambda), LAMBDA),
+    Mutant("the gradient of lambda has the wrong sign", triton_diff, "_backward", negated_lambda_gradient, LAMBDA),
+    Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient, LAMBDA),
     Mutant("a window one key too wide", triton_diff, "_forward",
-           lambda right: lambda *given: right(*given[:-1], given[-1] and given[-1] + 1), f"{KERNELS}::test_windows"),
+           lambda right, *given: right(*given[:-1], given[-1] and given[-1] + 1), f"{KERNELS}::test_windows"),
     Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_one_query"),
     # conversion of trained models
     Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,
            f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),
     Mutant("mirrored maps lose 1 - lam (axolotl)", conversion, "_over",
-           lambda right: lambda weight, divisor: right(weight, divisor**0.5),
+           lambda right, weight, divisor: right(weight, divisor**0.5),
            f"{CONVERTED}::test_exact_conversions_leave_the_logits_alone"),
-    Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split", wrong_columns,
-           f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
-    Mutant("split heads draw new queries (axolotl)", conversion, "_split", new_queries,
-           f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
+    Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split", wrong_columns, SPLIT),
+    Mutant("split heads draw new queries (axolotl)", conversion, "_split", new_queries, SPLIT),
 )  # fmt: skip
 
 
@@ -344,7 +298,7 @@ class Patched:
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
         owner, name = self.mutant.owner() if self.mutant.owner is triton_diff else self.mutant.owner, self.mutant.name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, self.mutant.wrong(getattr(owner, name)))
+            patch.setattr(owner, name, self.mutant.replacement(getattr(owner, name)))
             try:
                 return (yield)
             except Exception as error:

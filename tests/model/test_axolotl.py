@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model.attention.base import rope_of
 from model.attention.mask import Mask
@@ -14,7 +14,7 @@ from model.config import decoder_config
 from model.conversion import Conversion
 from model.decoder import Decoder
 from model.interop.axolotl import PLUGIN, read_settings, written_settings
-from model.interop.huggingface import export, read_folder
+from tests.model.test_huggingface import loaded, write
 from tests.reference import published
 from tests.variants import stirred
 
@@ -31,9 +31,8 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_flags_of_the_file_are_options_of_the_conversion(name: str) -> None:
-    flags, how = CONFIGS[name]
+@pytest.mark.parametrize(("flags", "how"), CONFIGS.values(), ids=CONFIGS)
+def test_flags_of_the_file_are_options_of_the_conversion(flags: dict, how: Conversion) -> None:
     config = {"base_model": "some/model", "datasets": []} | flags
     settings = read_settings(config)
     settings.how.check()
@@ -78,24 +77,13 @@ MODELS = {
 }
 
 
-def model_of(name: str, **changes: object) -> Decoder:
-    base = {"layers": "d", "n_layer": 2, "n_head": 8, "n_kv_head": 4, "d_model": 32, "context": 32, "vocab_size": 61}
-    model = Decoder(decoder_config(base | {"diff": MODELS[name], "norm_eps": 1e-6} | changes))
-    return stirred(model, 0.1, 3).eval()
-
-
-def write(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:
-    exported = export(model, "axolotl")
-    save_file(exported.tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(exported.config))
-    return load_file(folder / "model.safetensors")
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path: Path) -> None:
-    model = model_of(name)
-    tensors = write(model, tmp_path)
+    base = {"layers": "d", "n_layer": 2, "n_head": 8, "n_kv_head": 4, "d_model": 32, "context": 32, "vocab_size": 61}
+    model = stirred(Decoder(decoder_config(base | {"diff": MODELS[name], "norm_eps": 1e-6})), 0.1, 3).eval()
+    write(model, tmp_path, "axolotl")
+    tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     formula = published.axolotl_split if config["split_heads"] else published.axolotl_double
     formula = partial(formula, num_heads=8, num_kv_heads=4, depth=1)
@@ -104,18 +92,5 @@ def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path
     w = {key.removeprefix(prefix): value.double().numpy() for key, value in tensors.items() if key.startswith(prefix)}
     ours = model.blocks[1].attention(x[None], rope_of(model.cfg, 7, x.device, 0), Mask())[0]
     torch.testing.assert_close(ours.double(), torch.from_numpy(formula(w, x.double().numpy())), rtol=1e-4, atol=1e-5)
-    cfg, state = read_folder(tmp_path)
-    back = Decoder(cfg)
-    back.load_state_dict(state, strict=True)
     tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-5, atol=1e-5)
-
-
-def test_what_axolotl_cannot_hold_is_refused() -> None:
-    for changes, says in (
-        ({"layers": "v"}, "layers=v are not d throughout"),
-        ({"head_dim": 6}, "its heads do not make up its width"),
-        ({"diff": {"qk_norm": True}}, "diff.qk_norm=True; the format allows False"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            export(model_of("double, norm", **changes), "axolotl")
+    torch.testing.assert_close(loaded(tmp_path)(tokens), model(tokens), rtol=1e-5, atol=1e-5)

@@ -1,6 +1,8 @@
 """The facade: which kernel it calls, what masks and caches hold."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ import torch.nn.functional as F
 from model.attention import backends, base, flex, reference, sdpa
 from model.attention.mask import CAUSAL, Mask
 from model.cache import KVCache
-from tests.conftest import run_command
 from tests.variants import NATIVE, randomized
 
 
@@ -26,23 +27,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list:
     return calls
 
 
-def test_wide_values_stay_on_the_fast_kernel(recorded: list) -> None:
-    """Values of width 2d would drop SDPA to its slow CPU kernel: one call, all widths equal, no mask tensor."""
-    q, k, v = torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 7, 16)
-    backends.attend_diff(q, k, v, torch.tensor(0.3), CAUSAL, "sdpa")
-    ((q_shape, k_shape, v_shape, options),) = recorded
-    assert q_shape == k_shape == v_shape == (2, 6, 7, 16)
-    assert options == {"is_causal": True, "scale": 8**-0.5, "dropout_p": 0.0}
+@pytest.mark.parametrize(("backend", "calls"), (("sdpa", 1), ("one_call", 1), ("two_calls", 2), ("four_calls", 4)))
+def test_wide_values_stay_on_the_fast_kernel(backend: str, calls: int, recorded: list) -> None:
+    """The calls of the route's name, all widths equal but in two calls: others would drop SDPA to its slow CPU kernel."""
+    run("diff", tensors("diff", 1, 9, 2, 16), CAUSAL, backend)
+    assert len(recorded) == calls and max(v[-1] for _, _, v, _ in recorded) == (16 if calls == 4 else 32)
+    for q, k, v, options in recorded:
+        assert q == k and (q[-1] == v[-1] or calls == 2)
+        assert options["is_causal"] and options["scale"] == 16**-0.5
 
 
 OPERATIONS, LENGTHS, RATIOS, WIDTHS = ("attend", "diff", "diff_v2", "union"), (1, 63, 500), (1, 2, 4), (32, 48, 64)
-# Every pair of values of two factors for each operation: a third of the product.
+# Every pair of values of two factors.
 PAIRWISE = [
-    (operation, T, ratio, d)
-    for operation, (i, T), (j, ratio), (n, d) in itertools.product(
-        OPERATIONS, enumerate(LENGTHS), enumerate(RATIOS), enumerate(WIDTHS)
-    )
-    if (i + j + n) % 3 == 2
+    (operation, T, RATIOS[(i + j) % 3], WIDTHS[(i + 2 * j) % 3])
+    for (i, operation), (j, T) in itertools.product(enumerate(OPERATIONS), enumerate(LENGTHS))
 ]
 
 
@@ -90,7 +89,7 @@ def exact(operation: str, inputs: list[torch.Tensor], mask: Mask, T: int) -> tor
 
 @pytest.mark.parametrize(("operation", "T", "ratio", "d"), PAIRWISE)
 def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
-    """Outputs and all gradients (lambda's too), every mask; the fused kernel has another file. flex is forward here."""
+    """Outputs and all gradients (lambda's too), every mask and route; the fused kernel has another file. flex: forward."""
     B = 1 if T == 500 else 2
     inputs = tensors(operation, B, T, ratio, d)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
@@ -99,41 +98,21 @@ def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio
             continue
         want = exact(operation, doubles, mask, T)
         want_grads = torch.autograd.grad(want.sin().sum(), doubles)
-        for backend in ("math", "sdpa", *NATIVE, "auto"):
+        for backend in ("math", *backends.ROUTES, *NATIVE, "auto"):  # on a CPU, sdpa is one_call
             got = run(operation, inputs, mask, backend)
             grads = torch.autograd.grad(got.sin().sum(), inputs)
             close(got, want, f"{backend}, {label}")
             for one, other in zip(grads, want_grads, strict=True):
                 close(one, other, f"{backend}, {label}, gradient")
-        with torch.no_grad():
-            close(run(operation, inputs, mask, "flex"), want, f"flex, {label}")
+        if T == 63 and operation in ("diff", "union"):  # each shape is compiled
+            with torch.no_grad():
+                close(run(operation, inputs, mask, "flex"), want, f"flex, {label}")
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Equal to float32's precision: 2e-5 of the largest entry, after sums of up to 500 x 128 products."""
     error, scale = (got.double() - want).abs().max().item(), max(1.0, want.abs().max().item())
     assert error < 2e-5 * scale, f"{what}: off by {error:.1e} at a scale of {scale:.1e}"
-
-
-@pytest.mark.parametrize("operation", ("diff", "diff_v2"))
-@pytest.mark.parametrize(("T", "ratio", "d"), ((1, 2, 32), (63, 4, 48)))
-def test_named_routes_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
-    """One, two and four SDPA calls are the same operation: in float64 to rounding, gradients too, every mask."""
-    inputs = [x.detach().double().requires_grad_() for x in tensors(operation, 2, T, ratio, d)]
-    for label, mask in masks(2, T).items():
-        want = exact(operation, inputs, mask, T)
-        want_grads = torch.autograd.grad(want.sin().sum(), inputs)
-        for backend in backends.ROUTES:
-            got = run(operation, inputs, mask, backend)
-            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9, msg=f"{backend}, {label}")
-            for one, other in zip(torch.autograd.grad(got.sin().sum(), inputs), want_grads, strict=True):
-                torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-7, msg=f"{backend}, {label}, gradient")
-
-
-@pytest.mark.parametrize(("backend", "calls"), (("one_call", 1), ("two_calls", 2), ("four_calls", 4)))
-def test_a_route_makes_the_calls_of_its_name(backend: str, calls: int, recorded: list) -> None:
-    run("diff", tensors("diff", 1, 9, 2, 16), CAUSAL, backend)
-    assert len(recorded) == calls and max(v[-1] for _, _, v, _ in recorded) == (16 if calls == 4 else 32)
 
 
 H100, A100, ADA = (9, 0), (8, 0), (8, 9)
@@ -144,66 +123,41 @@ H100, A100, ADA = (9, 0), (8, 0), (8, 9)
     (
         (H100, torch.bfloat16, 64, 128, "two_calls"),  # cuDNN takes both widths
         (H100, torch.bfloat16, 128, 256, "four_calls"),  # nothing takes 256 beside 128
-        (H100, torch.bfloat16, 128, 128, "two_calls"),
         (A100, torch.bfloat16, 64, 128, "four_calls"),  # flash takes one width
         (ADA, torch.float16, 64, 64, "two_calls"),
         ((12, 0), torch.bfloat16, 64, 128, "four_calls"),  # torch does not put cuDNN first there
         (H100, torch.bfloat16, 36, 72, "four_calls"),  # cuDNN and the memory-efficient kernel need multiples of 8
-        (H100, torch.bfloat16, 72, 96, "two_calls"),
         (H100, torch.bfloat16, 36, 48, "one_call"),
         (A100, torch.bfloat16, 72, 96, "one_call"),  # halves of 48 are no width of 72 either
-        (A100, torch.float16, 64, 32, "one_call"),  # flash takes no narrower values either
         (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
     ),
 )
 def test_the_route_that_auto_takes_on_a_card(
     card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "old_cudnn", lambda: False)
-    assert backends.choose(card, dtype, d, dv, CAUSAL, 1024, 1024) == want
-    for label, mask in masks(2, 1024).items():
-        if label not in ("causal", "bidirectional"):
-            assert backends.choose(card, dtype, d, dv, mask, 1024, 1024) == ("flex" if dv <= 128 else want), label
-            assert backends.choose(card, dtype, d, dv, mask, 1000, 1000) == want, label  # no block is whole
-            assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == want, label  # cached keys
-            assert backends.choose(card, dtype, 8, 16, mask, 1024, 1024) != "flex", label  # too narrow for it
-
-
-def test_a_card_with_an_old_cudnn_gets_halves_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, want in ((91002, "four_calls"), (91500, "four_calls"), (91501, "two_calls"), (91900, "two_calls")):
+    for version in (91501, 91500):  # an old cuDNN gets halves of the values
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        assert backends.choose(H100, torch.bfloat16, 64, 128, CAUSAL, 1024, 1024) == want, version
+        expected = "four_calls" if version == 91500 and card == H100 and dv == 128 else want
+        assert backends.choose(card, dtype, d, dv, CAUSAL, 1024, 1024) == expected
+        for label, mask in masks(2, 1024).items():
+            if label not in ("causal", "bidirectional"):
+                assert backends.choose(card, dtype, d, dv, mask, 1024, 1024) == ("flex" if dv <= 128 else expected), label
+                assert backends.choose(card, dtype, d, dv, mask, 1000, 1000) == expected, label  # no block is whole
+                assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == expected, label  # cached keys
+                assert backends.choose(card, dtype, 8, 16, mask, 1024, 1024) != "flex", label  # too narrow for it
 
 
-@pytest.mark.parametrize(
-    ("d", "dv", "want"), ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)]))
-)
-def test_every_call_of_auto_has_the_one_width_that_flash_takes(
-    d: int, dv: int, want: list[tuple[int, int]], recorded: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Meta tensors take the routes of a card; zeros at the end of queries and keys leave the scale of the true width."""
-    monkeypatch.setattr(backends, "card", lambda: A100)
-    q, k, v = (torch.empty(1, h, 256, w, device="meta", dtype=torch.bfloat16) for h, w in ((4, d), (2, d), (2, dv)))
-    assert backends.attend(q, k, v, CAUSAL).shape == (1, 4, 256, dv)
-    assert [(k[-1], v[-1]) for _, k, v, _ in recorded] == want
-    assert all(options["scale"] == d**-0.5 and options["enable_gqa"] for *_, options in recorded)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "T", "mask", "want"),
-    (
-        (torch.float32, 2048, CAUSAL, "cpu"),
-        (torch.float32, 1024, Mask(window=9), "one_call"),
-        (torch.float64, 512, CAUSAL, "cpu"),
-        (torch.bfloat16, 256, CAUSAL, "cpu"),
-        (torch.float16, 512, CAUSAL, "one_call"),
-    ),
-)
-def test_what_auto_takes_on_a_cpu(dtype: torch.dtype, T: int, mask: Mask, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backends.choose(None, dtype, 64, 128, mask, T, T) == (want if NATIVE else "one_call")
+def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (
+        *((dtype, CAUSAL, "cpu" if NATIVE else "one_call") for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        (torch.float32, Mask(window=9), "one_call"),
+        (torch.float16, CAUSAL, "one_call"),
+    )
+    for dtype, mask, want in cases:
+        assert backends.choose(None, dtype, 64, 128, mask, 512, 512) == want
+        assert backends.choose(None, dtype, 64, 128, mask, 1, 512) == "one_call"  # cached keys
     monkeypatch.setattr(backends.cpu, "missing", lambda: "no compiler")
-    assert backends.choose(None, dtype, 64, 128, mask, T, T) == "one_call"
-    assert backends.choose(None, dtype, 64, 128, mask, 1, T) == "one_call"  # cached keys
+    assert all(backends.choose(None, dtype, 64, 128, mask, 512, 512) == "one_call" for dtype, mask, _ in cases)
 
 
 def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +178,9 @@ def test_block_masks_are_prepared_for_the_width_of_a_layers_products(monkeypatch
     """FlexAttention takes widths from 16 on: two signals of width 8 are one product of width 16."""
     widths = []
     monkeypatch.setattr(base, "prepare", lambda x, d, *others: widths.append(d))
-    for name, want in (("integral", 16), ("baseline", 8), ("diff", 8), ("diff_v2", 8)):
-        model = randomized(name, head_dim=8, n_layer=1)
-        model.blocks[0].attention.prepare(torch.zeros(1, 8, 64), CAUSAL)
-        assert widths.pop() == want, name
+    for name in ("integral", "baseline", "diff_v2"):
+        randomized(name, head_dim=8, n_layer=1).blocks[0].attention.prepare(torch.zeros(1, 8, 64), CAUSAL)
+    assert widths == [16, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +190,7 @@ def test_block_masks_are_prepared_for_the_width_of_a_layers_products(monkeypatch
         (A100, torch.bfloat16, 264, False),
         (A100, torch.float32, 64, False),
         ((7, 5), torch.float16, 64, False),
-        (A100, torch.bfloat16, 208, True),
-        ((8, 9), torch.bfloat16, 208, False),
-        ((12, 0), torch.bfloat16, 208, False),
+        (ADA, torch.bfloat16, 208, False),
         ((12, 0), torch.bfloat16, 256, True),
     ),
 )
@@ -259,11 +210,7 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
     from torch.nn.attention.flex_attention import flex_attention
 
     shapes, real = [], torch.compile
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
-        shapes.append(inputs[0].shape)
-        return graph
-
+    compiler = lambda graph, inputs: shapes.append(inputs[0].shape) or graph  # noqa: E731
     monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=compiler))
     torch._dynamo.reset()
     compiled, mask = flex._compiled.__wrapped__(flex_attention), Mask(window=9)
@@ -274,17 +221,37 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
     assert len(shapes) == 3
 
 
-def test_what_a_backend_cannot_compute_is_refused() -> None:
-    q, k, v, lam = tensors("diff", 1, 8, 1, 32)
-    with pytest.raises(ValueError, match="at least as many keys as queries: use backend=sdpa$"):
-        backends.attend_diff(q, k[..., :5, :], v[..., :5, :], lam, Mask(causal=False), "fused")
-    with pytest.raises(ValueError, match="use backend=sdpa or attention_dropout=0$"):
-        backends.check_backend("four_calls", 64, 128, 0.1, 2)
-    with pytest.raises(ValueError, match="no backward on a CPU: use backend=sdpa$"):
-        run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex")
+def narrow_on_a_card() -> None:
     q = torch.empty(1, 2, 128, 8, device="meta")
-    with pytest.raises(ValueError, match="takes heads from width 16 on, on CUDA: use backend=sdpa$"):
-        flex.attend(q, q, q, Mask(window=9))
+    flex.attend(q, q, q, Mask(window=9))
+
+
+def fewer_keys() -> None:
+    q, k, v, lam = tensors("diff", 1, 8, 1, 32)
+    backends.attend_diff(q, k[..., :5, :], v[..., :5, :], lam, Mask(causal=False), "fused")
+
+
+def masked(**options: Any) -> Callable[[], object]:
+    return lambda: run("diff", tensors("diff", 2, 9, 1, 32), Mask(**options), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    (
+        (fewer_keys, "at least as many keys as queries: use backend=sdpa$"),
+        (lambda: backends.check_backend("four_calls", 64, 128, 0.1, 2), "use backend=sdpa or attention_dropout=0$"),
+        (lambda: run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex"), "no backward on a CPU: use backend=sdpa$"),
+        (narrow_on_a_card, "takes heads from width 16 on, on CUDA: use backend=sdpa$"),
+        (masked(keys=torch.ones(2, 9)), "are bool"),
+        (masked(documents=torch.zeros(2, 9)), "are integers"),
+        (masked(documents=torch.zeros(2, 8, dtype=torch.long)), "one entry per key"),
+        (masked(window=0), "window=1"),
+        (lambda: randomized("diff")(torch.zeros(1, 6, dtype=torch.long), cache=KVCache(5)), "max_length=6"),
+    ),
+)
+def test_what_cannot_be_computed_is_refused(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
 
 
 def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
@@ -296,24 +263,23 @@ def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
         torch.testing.assert_close(out, torch.full_like(out, -(2**-9)), rtol=0.02, atol=0, msg=backend)
 
 
-@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
-def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
-    """The last 5 of 12 positions alone give what they gave among all."""
-    inputs = tensors(operation, 2, 12, 2, 32)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("last", (1, 5))
+def test_cached_queries_see_what_the_mask_says(operation: str, last: int) -> None:
+    """The last of 12 positions alone give what they gave among all."""
+    inputs = [x.detach() for x in tensors(operation, 2, 12, 2, 32)]
     for label, mask in masks(2, 12).items():
-        if not mask.causal:
-            continue
-        last = [inputs[0][..., -5:, :], *inputs[1:]]
-        if operation == "diff_v2":
-            last[3] = last[3][:, :, -5:]
-        for backend in ("math", "sdpa", *NATIVE, "flex"):
-            with torch.no_grad():
+        if mask.causal:
+            rest = [inputs[0][..., -last:, :], *inputs[1:]]
+            if operation == "diff_v2":
+                rest[3] = rest[3][:, :, -last:]
+            for backend in ("math", "sdpa", *NATIVE, *(("flex",) if operation == "diff" and last == 5 else ())):
                 whole = run(operation, inputs, mask, backend)
-                close(run(operation, last, mask, backend), whole[..., -5:, :].double(), f"{backend}, {label}")
+                close(run(operation, rest, mask, backend), whole[..., -last:, :].double(), f"{backend}, {label}")
 
 
 @pytest.mark.parametrize("backend", ("auto", "sdpa", "flex"))
-@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_decoding_step_on_a_card_repeats_no_keys(
     operation: str, backend: str, recorded: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,28 +291,6 @@ def test_a_decoding_step_on_a_card_repeats_no_keys(
     for mask in (CAUSAL, Mask(window=9)):
         run(operation, inputs, mask, backend)
     assert [(q[1], k[1]) for q, k, _, _ in recorded] == [(1, 1)] * (4 if operation == "diff" else 2)
-
-
-def test_one_query_sees_every_set_by_the_same_mask() -> None:
-    inputs = tensors("union", 2, 40, 4, 32)
-    for label, mask in masks(2, 40).items():
-        want = run("union", inputs, mask, "math")[..., -1:, :]
-        keys, values = torch.cat(inputs[1:3], -2), torch.cat(inputs[3:], -2)
-        close(backends.one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    (
-        ({"keys": torch.ones(2, 9)}, "are bool"),
-        ({"documents": torch.zeros(2, 9)}, "are integers"),
-        ({"documents": torch.zeros(2, 8, dtype=torch.long)}, "one entry per key"),
-        ({"window": 0}, "window=1"),
-    ),
-)
-def test_a_mask_of_wrong_shape_or_type_is_refused(options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        run("diff", tensors("diff", 2, 9, 1, 32), Mask(**options), "sdpa")
 
 
 @pytest.mark.parametrize("widths", ((8, 16), (16, 8), (8, 8)))
@@ -365,16 +309,3 @@ def test_a_union_is_one_softmax_with_exact_gradients(widths: tuple[int, int]) ->
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(ValueError, match="differentiated again: use model.backend=math"):
         dq.sum().backward()
-
-
-def test_a_cache_that_is_too_short_says_how_long_it_must_be() -> None:
-    model = randomized("diff")
-    with pytest.raises(ValueError, match="max_length=6"):
-        model(torch.zeros(1, 6, dtype=torch.long), cache=KVCache(5))
-
-
-def test_the_card_is_a_constant_for_torch_compile_and_importing_the_model_does_not_load_it() -> None:
-    code = "import sys, model; assert 'torch._dynamo' not in sys.modules"
-    done = run_command("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert vars(backends.card) == vars(torch.compiler.assume_constant_result(lambda: None)) != {}

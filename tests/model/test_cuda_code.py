@@ -15,32 +15,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def passes() -> list[str]:
-    """The code of V2's forward and of its backward pass."""
+def test_the_code_of_both_passes_of_v2() -> None:
     done = run_command("-m", "tests.cuda_code", "code", env={"TRITON_INTERPRET": "0"}, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_no_kernel_computes_rotations_again(passes: list[str]) -> None:
+    passes = json.loads(done.stdout.splitlines()[-1])
     assert len(passes) == 2 and all("triton_" in code for code in passes)
-    for function in ("cos", "sin"):
+    for function in ("cos", "sin"):  # no kernel computes rotations again
         assert not any(f"{library}.{function}(" in code for library in ("math", "device") for code in passes)
-
-
-def test_both_maps_of_v2_are_one_call_of_attention(passes: list[str]) -> None:
+    # Both maps are one call of attention, which writes as the output projection reads: heads inside time, as its queries.
     assert [code.count("= torch.ops.aten._scaled_dot_product_") for code in passes] == [1, 1]
-
-
-def test_attention_writes_as_the_output_projection_reads(passes: list[str]) -> None:
-    """SDPA's kernels write in the order of their queries: heads inside time."""
-    (call,) = [line for line in passes[0].splitlines() if "= torch.ops.aten._scaled_dot_product_" in line]
-    assert call.count("(1, 24, 88, 64), (135168, 64, 1536, 1)") == 1, call
-
-
-def test_the_logits_of_a_piece_wait_for_the_gradient_of_the_piece_before(passes: list[str]) -> None:
     lines = passes[0].splitlines()
+    (call,) = [line for line in lines if "= torch.ops.aten._scaled_dot_product_" in line]
+    assert call.count("(1, 24, 88, 64), (135168, 64, 1536, 1)") == 1, call
+    # The logits of a piece wait for the gradient of the piece before.
     products = [number for number, line in enumerate(lines) if "extern_kernels.mm(" in line and "(768, 50304)" in line]
     waits = [number for number, line in enumerate(lines) if "model_loss.after.default(" in line]
     assert len(products) == 3 and products[0] < waits[0] < products[1] < waits[1] < products[2]

@@ -24,12 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model.attention import VARIANTS as CLASSES
 from model.attention import backends, sdpa
 from model.attention.kernels import unavailable
-from model.attention.mask import CAUSAL
 from tests.conftest import run_command
 from tests.variants import config
 
 LENGTHS = (256, 384)
-TWICE = ("baseline", "diff", "introspective_sequence", "softpick")  # traced at both lengths; the others at the second
 SIZE = {"n_head": 2, "d_model": 128, "context": 512, "match": "none"}  # heads of 64
 KERNELS = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex", "forward": "fused", "softmax": "math"}
 NAMES = [variant.name for variant in CLASSES.values()] + ["introspective_sequence"]
@@ -51,9 +49,9 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     return every + diffs + masked
 
 
-def lengths(name: str, backend: str, mask: str, card: tuple[int, int]) -> tuple[int, ...]:
+def lengths(name: str) -> tuple[int, ...]:
     """The lengths at which a case is traced, one after the other."""
-    twice = os.environ.get("TRACE_ALL") or (name in TWICE and (backend, mask, card) == ("auto", "causal", (9, 0)))
+    twice = name in ("introspective_sequence", "softpick", "value_residual") or os.environ.get("TRACE_ALL")
     return LENGTHS if twice else LENGTHS[1:]
 
 
@@ -61,7 +59,7 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     """How often each kernel stands in the graph of `name`, for each of its lengths."""
     from model.decoder import Decoder
 
-    at = lengths(name, backend, mask, card)
+    at = lengths(name)
     backends.card = sdpa.card = torch.compiler.assume_constant_result(lambda: card)
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -98,18 +96,6 @@ def kernel(node: torch.fx.Node) -> str | None:
     return next((name for part, name in KERNELS.items() if target.split(".")[0] == part), None)
 
 
-def main() -> None:
-    """Trace every case, and print what became of each as JSON."""
-    no_card.allow_autocast()
-    traced = {}
-    for case in cases():
-        try:
-            traced[json.dumps(case)] = trace(*case)
-        except Exception as error:
-            traced[json.dumps(case)] = f"{type(error).__name__}: {str(error)[:2000]}"
-    print(json.dumps(traced))
-
-
 @pytest.fixture(scope="module")
 def traced() -> dict[str, list[dict[str, int]] | str]:
     if not torch.backends.cuda.is_built() and not shutil.which("g++"):
@@ -142,23 +128,19 @@ def test_one_graph_at_each_length(case: tuple, traced: dict[str, list[dict[str, 
     if any("math" in counts for counts in kernels):  # a map of the variant's own, in parts of ROWS queries
         assert all(set(counts) == {"math"} for counts in kernels)
     else:
-        assert kernels == [kernels[0]] * len(lengths(*case))
+        assert kernels == [kernels[0]] * len(lengths(name))
     want = wanted(*case)
     assert want is None or kernels[0] == want
     if backend == "auto" and mask != "causal":
         assert set(kernels[0]) == {"flex"}
 
 
-def test_names_of_routes_stand_for_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choices of these names are those of auto, or the routes that auto takes, so they are traced with TRACE_ALL alone."""
-    monkeypatch.setattr(backends, "old_cudnn", lambda: False)
-    with FakeTensorMode():
-        x = torch.empty(2, device="cuda", dtype=torch.bfloat16)
-    for card, auto in (((9, 0), "two_calls"), ((8, 0), "four_calls")):
-        monkeypatch.setattr(backends, "card", lambda card=card: card)
-        chosen = {name: backends._chosen(name, x, 64, 128, CAUSAL, 256, 256, 0.0) for name in backends.BACKENDS}
-        assert chosen == {name: name for name in backends.BACKENDS} | dict.fromkeys(("auto", "sdpa", "cpu"), auto)
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # trace every case, and print what became of each as JSON
+    no_card.allow_autocast()
+    answers = {}
+    for each in cases():
+        try:
+            answers[json.dumps(each)] = trace(*each)
+        except Exception as error:
+            answers[json.dumps(each)] = f"{type(error).__name__}: {str(error)[:2000]}"
+    print(json.dumps(answers))

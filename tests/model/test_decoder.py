@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from model.attention import backends
 from model.attention.diff import DiffConfig
 from model.attention.mask import CAUSAL
 from model.cache import KVCache
 from model.decoder import Decoder
-from tests.conftest import run_command
 from tests.variants import VARIANTS, config, randomized
 
 
@@ -21,53 +21,31 @@ def test_rows_are_the_logits_at_those_positions(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, rows=same), logits[:, same])
         torch.testing.assert_close(model(tokens, rows=apart), torch.stack([logits[0, apart[0]], logits[1, apart[1]]]))
-
-
-def test_rows_count_the_cached_tokens_and_may_be_none_at_all() -> None:
-    model = randomized("hybrid").eval()
-    tokens = torch.randint(50, (2, 13), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        logits, cache = model(tokens), KVCache(13)
+        cache = KVCache(13)  # rows count the cached tokens, and may be none at all
         assert model(tokens[:, :8], rows=torch.zeros(0, dtype=torch.long), cache=cache).shape == (2, 0, 50)
         late = model(tokens[:, 8:], rows=torch.tensor([8, 12]), cache=cache)
-    # The second part attends through another kernel than the whole: float64 rounding, 1e-10 is 1e5 times that.
-    torch.testing.assert_close(late, logits[:, [8, 12]], rtol=0, atol=1e-10)
-
-
-def test_targets_at_rows_are_scored_alone() -> None:
-    model = randomized("baseline").eval()
-    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
-    targets, rows = torch.tensor([[4, 5], [6, 7]]), torch.tensor([2, 8])
-    with torch.no_grad():
-        log_probabilities = model(tokens).log_softmax(-1)
-        expected = -torch.stack([log_probabilities[b, rows, targets[b]] for b in (0, 1)]).mean()
-        # The loss is computed in float32.
-        assert model(tokens, targets, rows=rows).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_no_tokens_have_no_logits() -> None:
-    """In another process: torch's flash kernel divides by the number of tokens, and the process dies."""
-    code = (
-        "import torch; from model.decoder import Decoder; from tests.variants import config\n"
-        "for name in ('baseline', 'diff', 'introspective', 'introspective_sequence'):\n"
-        "    assert Decoder(config(name))(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 50)"
-    )
-    done = run_command("-c", code)
-    assert done.returncode == 0, done.stderr
+        # The second part attends through another kernel than the whole: float64 rounding, 1e-10 is 1e5 times that.
+        torch.testing.assert_close(late, logits[:, [8, 12]], rtol=0, atol=1e-10)
+        targets = torch.randint(50, (2, 3))
+        want = F.cross_entropy(logits[:, same].flatten(0, 1), targets.flatten()).float()  # the loss is computed in float32
+        torch.testing.assert_close(model(tokens, targets, rows=same).float(), want, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_sequences_have_no_logits(name: str) -> None:
-    for backend, T in (("auto", 1), ("sdpa", 5), ("math", 5)):
-        assert Decoder(config(name, backend=backend))(torch.zeros(0, T, dtype=torch.long)).shape == (0, T, 50)
+    """Nor have no tokens: torch's flash kernel divides by their number, and the process dies."""
+    for backend, shape in (("auto", (0, 1)), ("math", (0, 5)), ("sdpa", (2, 0))):
+        assert Decoder(config(name, backend=backend))(torch.zeros(shape, dtype=torch.long)).shape == (*shape, 50)
 
 
 def test_inputs_without_a_batch_are_refused() -> None:
     model = Decoder(config("baseline"))
-    with pytest.raises(ValueError, match=r"the tokens are \(5,\), not \(B, T\): give tokens\[None\]"):
-        model(torch.zeros(5, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"the input is \(5, 64\), not \(B, T, D\): give x\[None\]"):
-        model.blocks[0].attention(torch.zeros(5, 64))
+    for part, shape, says in (
+        (model, (5,), r"the tokens are \(5,\), not \(B, T\): give tokens\[None\]"),
+        (model.blocks[0].attention, (5, 64), r"the input is \(5, 64\), not \(B, T, D\): give x\[None\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            part(torch.zeros(shape, dtype=torch.long))
 
 
 def test_a_model_with_activation_checkpointing_still_fills_a_cache() -> None:
@@ -77,30 +55,20 @@ def test_a_model_with_activation_checkpointing_still_fills_a_cache() -> None:
     torch.testing.assert_close(torch.cat([model.train()(part, cache=cache) for part in tokens.split(6, 1)], 1), want)
 
 
-def test_a_model_on_the_meta_device_has_shapes() -> None:
-    """Its tensors are neither on a CPU nor on a card."""
-    with torch.device("meta"):
-        assert Decoder(config("diff"))(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 50)
-
-
-def test_tensors_that_are_assigned_stay_tied() -> None:
-    model, other = Decoder(config("baseline"), seed=1), Decoder(config("baseline"), seed=2)
-    state = {name: value.clone() for name, value in other.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    assert model.head.weight is model.embedding.weight
-
-
 @pytest.mark.parametrize("name", ("diff", "introspective"))
 def test_a_model_made_without_memory_is_whole_after_loading(name: str) -> None:
+    """It has shapes before, and its tied tensors stay tied, loaded or assigned."""
     with torch.device("meta"):
         model = Decoder(config(name))
+        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 50)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(float("nan"))
     other, tokens = Decoder(config(name), seed=2), torch.randint(0, 50, (2, 16))
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(model(tokens), other(tokens)) and model.head.weight is model.embedding.weight
+    for assign in (False, True):
+        model.load_state_dict({key: value.clone() for key, value in other.state_dict().items()}, assign=assign)
+        assert torch.equal(model(tokens), other(tokens)) and model.head.weight is model.embedding.weight
 
 
 @pytest.mark.parametrize("form", ("vectors", "dual_scalar", "fixed"))
@@ -146,21 +114,13 @@ def test_training_does_not_store_the_feed_forward_networks_hidden_layer(mlp: str
             loss = model.train(training)(tokens, tokens)
         grads[training] = torch.autograd.grad(loss, list(model.parameters()))
     assert all(map(torch.equal, grads[True], grads[False]))
+    of_parameters = lambda given: torch.func.functional_call(model, given, (tokens, tokens))  # noqa: E731
+    functional = torch.func.grad(of_parameters)(dict(model.train().named_parameters()))
+    torch.testing.assert_close(tuple(functional.values()), grads[True], rtol=1e-10, atol=1e-12)  # float64
     stored = {training: sum(x.numel() == 20 * width for x in kept[training]) for training in kept}
     inputs = 2 if mlp == "swiglu" else 1  # gate and up, of 2 layers
     assert stored[True] == 2 * inputs < stored[False]
-    assert len(calls) == 2  # one a forward pass: the product with `down` is not computed again
-
-
-def test_torch_func_takes_a_decoder_in_training() -> None:
-    model, tokens = randomized("baseline").train(), torch.arange(20).reshape(2, 10)
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (tokens, tokens))
-
-    grads, want = torch.func.grad(loss)(parameters), torch.autograd.grad(loss(parameters), list(parameters.values()))
-    torch.testing.assert_close(list(grads.values()), list(want), rtol=1e-10, atol=1e-12)  # float64
+    assert len(calls) == 3  # one a forward pass: the product with `down` is not computed again
 
 
 @pytest.mark.parametrize(("residual", "want"), (("float32", torch.float32), ("autocast", torch.bfloat16)))

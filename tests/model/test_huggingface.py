@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from model.config import decoder_config
 from model.decoder import Decoder
 from model.interop.huggingface import export, read_folder
-from tests.variants import VARIANTS, randomized, stirred
+from tests.variants import stirred
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -25,6 +25,14 @@ LLAMA = {
     "max_position_embeddings": 32, "eos_token_id": None,
 }  # fmt: skip
 OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+# A window of which every query position is in, and the frequencies of Llama 3 in all of their three ranges.
+GROUPED = LLAMA | {"num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 
 SOURCES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -46,34 +54,20 @@ SOURCES: dict[str, tuple[str, dict]] = {
         | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}
         | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
-}  # fmt: skip
-# A window of which every query position is in, and the frequencies of Llama 3 in all of their three ranges.
-GROUPED = LLAMA | {"num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
-SOURCES |= {
     "llama, scaled as Llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3, "head_dim": 16}),
-    "mistral": ("Mistral", GROUPED | {"sliding_window": None}),
     "mistral, window": ("Mistral", GROUPED | {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
     "qwen3, biases, scaled": ("Qwen3", GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
-}
-CLASSES = {"GPT2": "GPT2LMHeadModel"}
+}  # fmt: skip
 
 
 def source_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A transformers model in which no parameter is a zero or a one."""
     family, options = SOURCES[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(
-        getattr(transformers, f"{family}Config")(**options)
-    )
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**options))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -100,7 +94,7 @@ def apart(model: torch.nn.Module, ours: Decoder, vocab: int = V, T: int = 29) ->
 
 def generated(model: torch.nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
     mask = options.pop("attention_mask", torch.ones_like(x))
-    return model.generate(x, attention_mask=mask, max_new_tokens=8, pad_token_id=0, do_sample=False, **options)
+    return model.generate(x, attention_mask=mask, max_new_tokens=4, pad_token_id=0, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -110,7 +104,7 @@ def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: 
     ours = loaded(tmp_path)
     assert apart(model, ours) < EXACT
     x = tokens()[:, :9]
-    assert torch.equal(generated(model, x), ours.generate(x, 8))
+    assert torch.equal(generated(model, x), ours.generate(x, 4))
     cfg = ours.cfg
     assert None not in (cfg.n_kv_head, cfg.head_dim, cfg.d_ff) and cfg.vocab_size == V and cfg.context == 32
     exported = export(ours, family)
@@ -131,17 +125,13 @@ def assert_same_tensors(tensors: dict[str, torch.Tensor], wanted: dict[str, torc
     assert [name for name in wanted if not torch.equal(tensors[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("name", ("gpt2", "llama, tied"))
-def test_sharded_and_half_precision_folders(name: str, tmp_path: Path) -> None:
-    model = source_model(name)
-    for dtype in (torch.bfloat16, torch.float16):
-        folder = tmp_path / str(dtype)
-        model.to(dtype).save_pretrained(folder, max_shard_size="15KB")
-        assert len(list(folder.glob("*.safetensors"))) > 2
-        ours = loaded(folder)
-        assert {p.dtype for p in ours.parameters()} == {torch.float32}
-        assert apart(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours) < EXACT
-        model.float()
+@pytest.mark.parametrize(("name", "dtype"), (("gpt2", torch.float16), ("llama, tied", torch.bfloat16)))
+def test_sharded_and_half_precision_folders(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source_model(name).to(dtype).save_pretrained(tmp_path, max_shard_size="15KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = loaded(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert apart(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ours) < EXACT
 
 
 def edit(folder: Path, **changes: object) -> None:
@@ -181,13 +171,11 @@ NATIVE: dict[str, tuple[str, dict]] = {
     "diffllama, interleaved, grouped": (
         "diffllama", diff() | {"rope_layout": "interleaved", "n_kv_head": 4, "head_dim": 6, "norm_eps": 1e-3},
     ),
-    "diffllama, two scalars": ("diffllama", diff(lambda_form="dual_scalar")),
     "diffllama, fixed lambda": ("diffllama", diff(lambda_form="fixed", lambda_init=0.3)),
     "diffllama, unfinished warm-up": ("diffllama", diff(lambda_warmup=100)),
     "mistral": ("mistral", {"window": 8}),
     "qwen3, interleaved": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "rope_layout": "interleaved"}),
     "olmo2, interleaved": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after", "rope_layout": "interleaved"}),
-    "llama, linear rope": ("llama", {"rope_scaling": {"kind": "linear", "factor": 3.0}}),
 }  # fmt: skip
 
 
@@ -220,7 +208,7 @@ def test_transformers_own_models_compute_our_logits(name: str, tmp_path: Path) -
     assert type(exported).__name__.lower().startswith(form) and not any(map(len, report.values()))
     assert apart(exported.eval(), model) < EXACT
     x = tokens()[:, :9]
-    assert torch.equal(generated(exported, x), model.generate(x, 8))
+    assert torch.equal(generated(exported, x), model.generate(x, 4))
     back = loaded(tmp_path)
     assert apart(exported, back) < EXACT
     second = export(back)
@@ -235,12 +223,12 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "a hybrid": ("llama", {"layers": "bd"}, "layers=bd are not b throughout"),
     "a window": ("llama", {"window": 8}, "a window of 8 keys"),
     "documents": ("llama", {"document_mask": True, "eot": 3}, "its tokens see no other document"),
-    "no positions": ("diffllama", diff() | {"position": "none"}, "position=none; the format allows rope"),
     "gpt2 with rope": ("gpt2", {"norm": "layernorm", "mlp": "gelu"}, "position=rope; the format allows learned"),
-    "gpt2 with grouped keys": ("gpt2", GPT2_STYLE | {"n_kv_head": 2}, "keys are grouped"),
     "double heads": ("diffllama", diff(heads="double"), "diff.heads=double; the format allows half"),
     "feed-forward biases": ("diffllama", diff() | {"bias": True}, "mlp.gate.bias, for which this format has no place"),
-    "norm of each head": ("llama", {"baseline": {"head_norm": "affine"}}, "baseline.head_norm=affine; the format allows none"),
+    "axolotl's version 2": ("axolotl", {"layers": "v"}, "layers=v are not d throughout"),
+    "axolotl's width": ("axolotl", diff(heads="double") | {"head_dim": 6}, "its heads do not make up its width"),
+    "axolotl's norms": ("axolotl", diff(heads="double", qk_norm=True), "diff.qk_norm=True; the format allows False"),
     "phi3 with scaled rope": ("phi3", {"rope_scaling": {"kind": "linear"}}, "rope_scaling.kind=linear; the format allows none"),
 }  # fmt: skip
 
@@ -252,12 +240,3 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message) + ".*: use to=remote"):
         export(model, to)
     assert export(model).format != to
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_our_own_format_keeps_every_variant_to_the_bit(name: str, tmp_path: Path) -> None:
-    model = randomized(name).float()
-    write(model, tmp_path, "remote")
-    back = loaded(tmp_path)
-    assert back.cfg == model.cfg
-    assert_same_tensors(back.state_dict(), model.state_dict())

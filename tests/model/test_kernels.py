@@ -12,7 +12,9 @@ from torch import Tensor
 
 from model.attention.kernels import interpreted, unavailable
 from model.attention.mask import CAUSAL, Mask
+from model.decoder import Decoder
 from tests.conftest import run_command
+from tests.variants import config
 
 pytest.importorskip("triton", reason="the fused kernel needs the package triton")
 if unavailable(64, 128):
@@ -110,12 +112,12 @@ def compare(case: Case, mask: Mask, see: Tensor, tolerance: float) -> None:
     assert not got[0].transpose(1, 2)[blind].any() and not got[1].permute(0, 3, 1, 2, 4)[blind].any()
 
 
-PRODUCT = itertools.product(VERSIONS, enumerate(WIDTHS), enumerate(GROUPS), enumerate(MASKS))
-# Every pair of values of two factors for each version; the whole product (144) on a GPU, where it takes seconds.
+PRODUCT = itertools.product(enumerate(VERSIONS), enumerate(WIDTHS), enumerate(GROUPS), enumerate(MASKS))
+# Every pair of values of two factors, and of each version and mask; the whole product (144) on a GPU, where it takes seconds.
 SHORT = [
     (version, d, group, name)
-    for version, (i, d), (j, group), (n, name) in PRODUCT
-    if not interpreted() or (i + j + n) % len(GROUPS) == 0
+    for (m, version), (i, d), (j, group), (n, name) in PRODUCT
+    if not interpreted() or ((i + j + n) % len(GROUPS) == 0 and (i + n // 3 + m) % 2 == 0)
 ]
 
 
@@ -124,43 +126,37 @@ def test_every_mask_width_and_group_at_63(version: str, d: int, group: int, name
     compare(draw(63, 63, group, d, version, B=1), *view(name, 1, 63, 63), FLOAT32)
 
 
-@pytest.mark.parametrize(("version", "name"), tuple(itertools.product(VERSIONS, MASKS)))
-def test_one_query(version: str, name: str) -> None:
+@pytest.mark.parametrize("name", MASKS)
+def test_one_query(name: str) -> None:
     """T = 1 with itself as its only key, and with earlier ones as in a decoding step."""
-    for d, group, S in ((48, 1, 1), (64, 4, 70)):
+    for version, (d, group, S) in itertools.product(VERSIONS, ((48, 1, 1), (64, 4, 70))):
         compare(draw(1, S, group, d, version, B=1), *view(name, 1, 1, S), FLOAT32)
 
 
-# The whole product takes the interpreter minutes at this length: each value of each factor stands here, each mask with both
-# versions, with S = T and with S > T. The interpreter runs each mask with one version.
+# Each value of each factor stands here, each mask with both versions; the interpreter runs the first three.
 LONG = (
-    ("V1", 32, 4, "causal", 500), ("V2", 128, 1, "bidirectional", 500), ("V1", 48, 2, "window", 537),
-    ("V2", 32, 2, "documents", 537), ("V1", 32, 2, "padding", 500), ("V2", 64, 1, "padding+window", 537),
+    ("V1", 32, 4, "causal", 500), ("V2", 128, 1, "padding+window", 537), ("V1", 48, 2, "documents", 537),
+    ("V2", 32, 2, "documents", 537), ("V1", 32, 2, "padding", 500), ("V2", 64, 1, "bidirectional", 500),
     ("V2", 48, 2, "causal", 537), ("V1", 64, 1, "bidirectional", 537), ("V2", 64, 4, "window", 500),
-    ("V1", 128, 1, "documents", 500), ("V2", 64, 1, "padding", 537), ("V1", 128, 1, "padding+window", 537),
+    ("V1", 128, 1, "window", 537), ("V2", 64, 1, "padding", 537), ("V1", 128, 1, "padding+window", 537),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "d", "group", "name", "S"), LONG[:6] if interpreted() else LONG)
+@pytest.mark.parametrize(("version", "d", "group", "name", "S"), LONG[:3] if interpreted() else LONG)
 def test_long(version: str, d: int, group: int, name: str, S: int) -> None:
     compare(draw(500, S, group, d, version, B=1), *view(name, 1, 500, S), FLOAT32)
 
 
-@pytest.mark.parametrize("name", (*MASKS, "two-sided window"))
+@pytest.mark.parametrize("name", ("causal", "padding+window") if interpreted() else MASKS)
 def test_block_boundaries(name: str) -> None:
     """Lengths just under, at and just over a block, with and without earlier keys."""
     sizes = [blocks(torch.device(DEVICE), 32, 64, torch.float32, backward) for backward in (False, True)]
     for edge in sorted({edge for tile in sizes for edge in (tile.BM, tile.BN)}):
         for T, S in ((edge - 1, edge - 1), (edge, edge), (edge + 1, edge + 1), (edge - 3, 2 * edge + 1)):
-            case = draw(T, S, 1, 32, "V1", B=1)
-            if name == "two-sided window":
-                near = (torch.arange(S - T, S)[:, None] - torch.arange(S)[None, :]).abs() < edge // 2
-                compare(case, Mask(causal=False, window=edge // 2), near.expand(1, T, S).to(DEVICE), FLOAT32)
-            else:
-                compare(case, *view(name, 1, T, S), FLOAT32)
+            compare(draw(T, S, 1, 32, "V1", B=1), *view(name, 1, T, S), FLOAT32)
 
 
-@pytest.mark.parametrize("window", (1, 2, 64, 65, 1000))
+@pytest.mark.parametrize("window", (1, 64, 65, 1000))
 def test_windows(window: int) -> None:
     """Down to itself alone and beyond the length, one-sided and two-sided."""
     t, s = torch.arange(40, 150)[:, None], torch.arange(150)[None, :]
@@ -170,7 +166,7 @@ def test_windows(window: int) -> None:
         compare(draw(110, 150, 1, 32, "V2", B=1), Mask(causal, window), see, FLOAT32)
 
 
-@pytest.mark.parametrize(("d", "dv"), ((1, 2), (5, 3), (17, 128), (80, 16), (96, 192), (128, 256)))
+@pytest.mark.parametrize(("d", "dv"), ((1, 2), (17, 128), (80, 16), (128, 256)))
 def test_any_width(d: int, dv: int) -> None:
     for version in VERSIONS:
         compare(draw(20, 20, 1, d, version, dv=dv), *view("causal", 2, 20, 20), FLOAT32)
@@ -252,62 +248,20 @@ def test_torch_knows_the_operators() -> None:
     torch.library.opcheck(diff._backward, (case.grad, *case[:4], *rules[:2], *saved, *rules[2:]))
 
 
-def test_an_output_without_a_gradient_gives_none() -> None:
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # noqa: ANN001, ANN205
-            return x.sum()
-
-        @staticmethod
-        def backward(ctx, grad):  # noqa: ANN001, ANN205
-            return None
-
-    shapes = ((1, 2, 2, 7, 16), (1, 2, 2, 7, 16), (1, 2, 7, 32), (1, 2, 7, 1))
-    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
-    Nothing.apply(attend_diff(*inputs, CAUSAL)).backward()
-    assert all(x.grad is None or not x.grad.any() for x in inputs)
-
-
-def test_compile_keeps_one_graph() -> None:
-    mask, _ = view("padding", 2, 9, 9)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
-        return attend_diff(q * 2, k, v, lam.exp(), mask).sin()
-
-    case = draw(9, 9, 2, 16, "V2")
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        inputs = leaves(case)
-        out = run(*inputs)
-        results.append((out, *torch.autograd.grad(out, inputs, case.grad)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.skipif(not interpreted(), reason="counts the products that the interpreter runs")
-@pytest.mark.parametrize(("version", "forward", "backward"), (("V1", 6, 10), ("V2", 4, 8)))
-def test_products_per_pair(version: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiplications per query-key pair in units of d; two calls of plain attention take 14 (V1) and 10 (V2) backward."""
-    d, T, counts = 64, 512, []
-    real = tl.dot
-
-    @functools.wraps(real)
-    def dot(a: tl.tensor, b: tl.tensor, *args: object, **options: object) -> tl.tensor:
-        counts.append(math.prod(int(n) for n in a.shape) * int(b.shape[1]))
-        return real(a, b, *args, **options)
-
-    monkeypatch.setattr(tl, "dot", dot)
+@pytest.mark.parametrize(("version", "pairs"), (("V1", 6), ("V2", 4)))
+def test_blocks_of_the_future_are_skipped(version: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiplications per query-key pair in units of d. What a pair costs on a GPU is counted in test_kernels_compiled.py."""
+    d, T, counts, real = 64, 256, [], tl.dot
+    count = lambda a, b: counts.append(math.prod(int(n) for n in (*a.shape, b.shape[1])))  # noqa: E731
+    monkeypatch.setattr(tl, "dot", lambda a, b, *rest, **options: count(a, b) or real(a, b, *rest, **options))
     case = draw(T, T, 1, d, version, B=1)
-    inputs = leaves(case)
-    out = attend_diff(*inputs, Mask(causal=False))
-    assert sum(counts) == forward * T * T * d
-    counts.clear()
-    torch.autograd.grad(out, inputs, case.grad)
-    assert sum(counts) == backward * T * T * d
+    attend_diff(*case[:4], Mask(causal=False))
+    assert sum(counts) == pairs * T * T * d
     counts.clear()
     attend_diff(*case[:4], CAUSAL)
     tile = blocks(case.q.device, d, case.v.shape[-1], torch.float32, backward=False)
-    assert sum(counts) <= (T * T / 2 + T * max(tile.BM, tile.BN) / 2) * forward * d  # blocks of the future are skipped
+    assert sum(counts) <= (T * T / 2 + T * max(tile.BM, tile.BN) / 2) * pairs * d
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,13 +280,17 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "use model.backend=sdpa" in unavailable(64, 64)
+    with pytest.raises(ValueError, match="use model.backend=sdpa"):
+        Decoder(config("diff", backend="fused"))
+    Decoder(config("baseline", backend="fused"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in unavailable(64, 64)
 
 
 def test_the_model_imports_without_triton() -> None:
+    """And without torch's compiler."""
     code = (
-        "import sys; sys.modules['triton'] = None; import model.decoder; "
+        "import sys; sys.modules['triton'] = None; import model.decoder; assert 'torch._dynamo' not in sys.modules; "
         "from model.attention.kernels import unavailable; print(unavailable(64, 128))"
     )
     done = run_command("-c", code)

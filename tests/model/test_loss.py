@@ -22,13 +22,13 @@ class Largest(TorchDispatchMode):
         self.elements, self.at_once, self.made = 0, 0, []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        found = operation(*args, **(kwargs or {}))
-        made = [x for x in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(x, Tensor)]
+        results = operation(*args, **(kwargs or {}))
+        made = [x for x in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(x, Tensor)]
         self.elements = max(self.elements, *(x.numel() for x in made), 0)
         self.made = [x for x in self.made if x() is not None] + [weakref.ref(x) for x in made]
         alive = {x().data_ptr() for x in self.made if x().numel() == self.elements}
         self.at_once = max(self.at_once, len(alive))
-        return found
+        return results
 
 
 @pytest.fixture(params=("torch", pytest.param("kernel", marks=needs_compiler)))
@@ -65,30 +65,20 @@ def test_certain_and_hopeless_predictions_have_finite_losses() -> None:
     assert linear_cross_entropy(x, weight, torch.tensor([1])).item() == 2000
 
 
-@pytest.mark.parametrize("wrong", (-1, 100))
-def test_a_target_outside_of_the_vocabulary_fails(wrong: int, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+@pytest.mark.parametrize(("wrong", "half"), ((-1, False), (100, False), (105, True)))
+def test_a_target_outside_of_the_vocabulary_fails(wrong: int, half: bool, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """In half precision the head is padded to 128 logits, of which the last 28 are no tokens."""
     x, weight, targets = inputs
     targets[3] = wrong
     for leaf in (x, x.detach()):  # with and without gradients
-        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        with torch.autocast("cpu", torch.bfloat16, half), pytest.raises((RuntimeError, IndexError), match="out of bounds"):
             linear_cross_entropy(leaf, weight.detach(), targets)
 
 
-def test_a_target_in_the_padding_of_the_head_fails(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """In half precision the head is padded to 128 logits, of which the last 28 are no tokens."""
-    x, weight, targets = inputs
-    targets[3] = 105
-    for leaf in (x, x.detach()):  # with and without gradients
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-            linear_cross_entropy(leaf, weight.detach(), targets)
-
-
-@pytest.mark.parametrize(
-    ("targets", "says"), ((torch.zeros(4, dtype=torch.int32), "torch.int32 .4,."), (torch.zeros(2).long(), "torch.int64 .2,."))
-)
-def test_targets_of_another_type_or_number_are_refused(targets: Tensor, says: str) -> None:
-    with pytest.raises(ValueError, match=f"the targets are {says}: give int64 numbers, one for each of the 4 rows"):
-        linear_cross_entropy(torch.randn(4, 8, requires_grad=True), torch.randn(50, 8), targets)
+def test_targets_of_another_type_or_number_are_refused() -> None:
+    for targets, says in ((torch.zeros(4, dtype=torch.int32), "int32 .4,."), (torch.zeros(2).long(), "int64 .2,.")):
+        with pytest.raises(ValueError, match=f"the targets are torch.{says}: give int64 numbers, one for each of the 4 rows"):
+            linear_cross_entropy(torch.randn(4, 8, requires_grad=True), torch.randn(50, 8), targets)
 
 
 def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -110,23 +100,24 @@ def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tu
         grad.sum().backward()
     with pytest.raises(ValueError, match="differentiated again"):
         torch.func.jacrev(torch.func.grad(of_x))(x.detach())
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
+    if loss.KERNELS:  # the next test compiles what runs without them
+        compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+        assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("inputs", ("torch",), indirect=True)
 def test_compiled_without_the_kernel_it_has_the_same_bits(
-    dtype: torch.dtype, inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA. The gradient of the logits is then made without scatter_, which would cost a pass of its own."""
     monkeypatch.setattr(loss, "_missing", lambda: "no compiler")
     x, weight, targets = inputs
-    x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight))
-    found = []
+    x, weight = (tensor.detach().bfloat16().requires_grad_() for tensor in (x, weight))
+    results = []
     for call in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
         total = call(x, weight, targets)
-        found.append([total.detach(), *torch.autograd.grad(total, (x, weight))])
-    for one, other in zip(*found, strict=True):
+        results.append([total.detach(), *torch.autograd.grad(total, (x, weight))])
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
@@ -134,7 +125,7 @@ def test_compiled_without_the_kernel_it_has_the_same_bits(
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)), ids=("64", "32", "16")
 )
-@pytest.mark.parametrize("width", (1, 2, 15, 16, 17, 100, 4097, 50304))
+@pytest.mark.parametrize("width", (1, 15, 16, 17, 4097))
 def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance: float) -> None:
     """Against float64, with columns behind the vocabulary, which count for nothing, and for any number of threads."""
     generator = torch.Generator().manual_seed(width)
@@ -144,15 +135,11 @@ def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance
     exact = logits[:, :width].double().requires_grad_()
     want = F.cross_entropy(exact, targets, reduction="none")
     want.sum().backward()
-    found = []
-    for threads in (1, 3):
-        before = torch.get_num_threads()
+    results = []
+    for threads in (3, torch.get_num_threads()):
         torch.set_num_threads(threads)
-        try:
-            found.append(loss.CROSS_ENTROPY(logits, targets, width))
-        finally:
-            torch.set_num_threads(before)
-    (losses, grad), again = found
+        results.append(loss.CROSS_ENTROPY(logits, targets, width))
+    (losses, grad), again = results
     assert torch.equal(losses, again[0]) and torch.equal(grad, again[1])
     assert losses.dtype == loss.KERNELS[dtype] and grad.dtype == dtype
     close = {"rtol": 1e-13, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 2e-6}
@@ -162,13 +149,12 @@ def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance
 
 
 @needs_compiler
-@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
-def test_the_kernel_passes_on_what_is_not_finite(bad: float) -> None:
+def test_the_kernel_passes_on_what_is_not_finite() -> None:
     """So that training sees a model that has diverged."""
-    logits = torch.zeros(2, 40)
-    logits[1, 33] = bad
-    losses, grad = loss.CROSS_ENTROPY(logits, torch.tensor([3, 3]), 40)
-    assert losses[0].isfinite() and losses[1].isnan() and grad[1].isnan().any() and grad[0].isfinite().all()
+    logits = torch.zeros(3, 40)
+    logits[1, 33], logits[2, 33] = float("nan"), float("inf")
+    losses, grad = loss.CROSS_ENTROPY(logits, torch.tensor([3, 3, 3]), 40)
+    assert losses.isfinite().tolist() == grad.isfinite().all(1).tolist() == [True, False, False]
 
 
 def test_a_micro_batch_without_scored_targets_adds_no_gradient() -> None:

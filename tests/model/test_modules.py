@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import VARIANTS
+from model.attention import VARIANTS, BaselineAttention
 from model.attention.base import Attention
+from model.attention.dex import DexAttention
 from model.attention.diff import lambda_init
 from model.attention.mask import Mask, alibi_slopes
 from model.attention.probe import probe
 from model.cache import KVCache
 from model.config import DecoderConfig
-from model.decoder import Decoder
 from model.rotary import RopeScaling, rope_table, rotate
-from tests.reference import formulas, published
+from tests.reference import formulas
 from tests.variants import NATIVE, config, stirred
-from tests.variants import VARIANTS as STACKS
 
 D, H, LAYER = 64, 8, 3
 MODULES = {cls.name: (cls, {}) for cls in VARIANTS.values()}
 MODULES |= {
     "introspective_sequence": (VARIANTS["i"], {"mode": "sequence"}),
     "introspective_published": (VARIANTS["i"], {"mode": "sequence", "heads": 0, "repeated": True, "path_weight": "literal"}),
+    "introspective_flash_2": (VARIANTS["i"], {"mode": "sequence", "heads": 0, "path_weight": "literal"}),
     "introspective_text": (VARIANTS["i"], {"own_path": False, "memory": "kva", "path_norm": "layernorm", "bias": True}),
     "diff_normed": (VARIANTS["d"], {"head_norm": "layernorm", "qkv_bias": True, "lambda_form": "dual_scalar"}),
 }
@@ -58,16 +58,6 @@ def close(got: Tensor, want: np.ndarray | Tensor, message: str = "") -> None:
     np.testing.assert_allclose(got.detach().numpy(), np.asarray(want), atol=1e-5, rtol=1e-5, err_msg=message)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_made_from_keywords_is_the_formula_with_rope(name: str) -> None:
-    made, x, see = module(name), inputs(7), np.tril(np.ones((7, 7), dtype=bool))
-    close(made(x), formula(name, made, x, see), "causal")
-    interleaved = module(name, rope_layout="interleaved", rope_theta=100.0)
-    close(interleaved(x), formula(name, interleaved, x, see, rope_layout="interleaved", rope_theta=100.0), "interleaved")
-    apart = module(name, position="none")
-    assert (apart(x) - made(x)).abs().max() > 1e-3
-
-
 def free_masks(T: int, heads: int) -> dict[str, tuple[Mask | Tensor, np.ndarray, np.ndarray | float]]:
     """A mask, who sees whom (B, H, T, T), and what is added: rows that see nothing among them."""
     generator = torch.Generator().manual_seed(T)
@@ -93,11 +83,13 @@ def free_masks(T: int, heads: int) -> dict[str, tuple[Mask | Tensor, np.ndarray,
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_mask_of_any_shape_is_the_formulas(name: str) -> None:
+    """Every mask with two modules, and those whose rows or heads differ with every module."""
     made, x = module(name), inputs(5)
     for label, (mask, see, bias) in free_masks(5, made.heads).items():
-        want = formula(name, made, x, see, bias)
-        for made.backend in ("math", "auto"):
-            close(made(x, mask=mask), want, f"{label}, {made.backend}")
+        if name in ("baseline", "diff") or "(B, H" in label or label.startswith("causal"):
+            want = formula(name, made, x, see, bias)
+            for made.backend in ("math", "auto"):
+                close(made(x, mask=mask), want, f"{label}, {made.backend}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -179,34 +171,35 @@ def test_a_module_made_without_memory_gets_its_weights_from_reset_parameters(nam
     made.reset_parameters()
     for key, tensor in want.state_dict().items():
         assert torch.equal(made.state_dict()[key], tensor), key
+    assert not torch.equal(made.out.weight, cls(**keywords, seed=1).out.weight)
     half = cls(**keywords, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     for key, p in half.named_parameters():
         assert torch.equal(p, want.get_parameter(key).bfloat16()), key
 
 
-def test_keywords_change_a_configuration_and_unknown_ones_are_refused() -> None:
-    cls = VARIANTS["d"]
-    cfg = config("diff", n_layer=1)
-    assert cls(cfg, head_norm="none", n_head=4).heads == 2 and cls(cfg).heads == 4
-    with pytest.raises(ValueError, match="no option heads_norm: use .*head_norm"):
-        cls(d_model=64, heads_norm="none")
-    with pytest.raises(ValueError, match="^lambda_warmup=-1 is out of range"):
-        cls(lambda_warmup=-1)
-    with pytest.raises(ValueError, match="^rope_scaling.factor=0.0 is out of range"):
-        cls(rope_scaling=RopeScaling(factor=0.0))
-    with pytest.raises(ValueError, match="^d_model='64' is out of range: use a number"):
-        cls(d_model="64")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    (
+        ({"d_model": 64, "heads_norm": "none"}, "no option heads_norm: use .*head_norm"),
+        ({"lambda_warmup": -1}, "^lambda_warmup=-1 is out of range"),
+        ({"rope_scaling": RopeScaling(factor=0.0)}, "^rope_scaling.factor=0.0 is out of range"),
+        ({"d_model": "64"}, "^d_model='64' is out of range: use a number"),
+    ),
+)
+def test_keywords_that_are_wrong_are_refused(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        VARIANTS["d"](**options)
     with pytest.raises(ValueError, match="use DiffAttention.d_model="):
-        cls(512, 16)
+        VARIANTS["d"](512, 16)
+    cfg = config("diff", n_layer=1)
+    assert VARIANTS["d"](cfg, head_norm="none", n_head=4).heads == 2 and VARIANTS["d"](cfg).heads == 4
 
 
 def test_lambda_init_follows_a_new_depth() -> None:
     made, x = module("diff"), inputs(5)
     made.set_lambda_init(7)
-    assert made.lambda_init == lambda_init(7)
-    again = module("diff", layer=7)
-    assert torch.equal(made(x), again(x))
+    assert made.lambda_init == lambda_init(7) and torch.equal(made(x), module("diff", layer=7)(x))
 
 
 def test_biases_dropouts_and_norms_are_apart() -> None:
@@ -237,13 +230,17 @@ def test_alibi_slopes_are_the_papers(heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_alibi_is_the_formula(name: str) -> None:
+def test_positions_are_those_of_the_formula(name: str) -> None:
+    """ALiBi, causal and not, on every backend; both layouts of RoPE."""
     made, x, distance = module(name, position="alibi"), inputs(6), np.abs(np.arange(6)[:, None] - np.arange(6))
-    bias = -np.array(alibi_slopes(made.heads))[:, None, None] * distance
-    for see, mask in ((np.tril(distance >= 0), None), (distance >= 0, Mask(causal=False))):
+    bias, causal = -np.array(alibi_slopes(made.heads))[:, None, None] * distance, np.tril(distance >= 0)
+    for see, mask in ((causal, None), (distance >= 0, Mask(causal=False))):
         want = formula(name, made, x, see, bias, position="none")
         for made.backend in ("math", "sdpa", *NATIVE):
             close(made(x, mask=mask), want, made.backend)
+    for options in ({}, {"rope_layout": "interleaved", "rope_theta": 100.0}):
+        made = module(name, **options)
+        close(made(x), formula(name, made, x, causal, **options), str(options))
 
 
 @pytest.mark.parametrize(
@@ -252,36 +249,27 @@ def test_alibi_is_the_formula(name: str) -> None:
         (torch.ones(2, 5, dtype=torch.bool), "Mask.keys"),
         (torch.ones(2, 3, 6, 6, dtype=torch.bool), "does not broadcast"),
         (torch.ones(6, 6, dtype=torch.long), "a mask is bool, .* not torch.int64"),
+        (torch.ones(6, 6, dtype=torch.bool), r"may be \(B, S\) or \(T, S\): give Mask\(keys=mask\) for padding, or"),
+        (torch.ones(1, 6, 6, dtype=torch.bool), "use backend=sdpa"),
     ),
 )
 def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        module("baseline")(inputs(6), mask=mask)
+    with pytest.raises(ValueError, match=says), torch.no_grad():
+        module("baseline", backend="flex")(inputs(6, 6 if mask.shape == (6, 6) and mask.dtype == torch.bool else 2), mask=mask)
 
 
-def test_a_mask_that_may_be_padding_or_rows_is_refused() -> None:
-    made, mask = module("baseline"), torch.ones(6, 6, dtype=torch.bool)
-    x = torch.randn(6, 6, 64, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"may be \(B, S\) or \(T, S\): give Mask\(keys=mask\) for padding, or mask\[None\]"):
-        made(x, mask=mask)
-    assert torch.equal(made(x, mask=mask[None]), made(x, mask=Mask(causal=False)))
-
-
-def test_masks_of_any_shape_are_refused_where_a_backend_has_none() -> None:
-    with pytest.raises(ValueError, match="use backend=sdpa"), torch.no_grad():
-        module("baseline", backend="flex")(inputs(6), mask=torch.ones(6, 6, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("name", ("baseline", "diff", "introspective_sequence"))
-def test_a_probe_reads_an_added_bias_from_one_module(name: str) -> None:
-    """The rows that a probe shows are the maps: with all but one key hidden by the bias, they are the one key's."""
-    made, x = module(name), inputs(6)
-    bias = torch.full((6, 6), float("-inf"), dtype=torch.float64)
-    bias[:, 2] = 0.0
-    with probe(made, torch.tensor([1, 5])) as maps:
-        made(x, mask=bias)
-    (rows,) = maps.layers
-    assert (rows[..., [0, 1, 3, 4, 5]] == 0).all() and (rows[..., 2] != 0).all()
+def test_dex_anneals_its_lambda() -> None:
+    """Equation 4 of arXiv 2505.16333: at the start the softmax head alone, at the end what is learned."""
+    module, x = DexAttention(d_model=16, n_head=2, layer=1, anneal=4), torch.randn(1, 5, 16)
+    lambdas = {}
+    for step in (2, 4, 9, 0):
+        module.set_step(step)
+        lambdas[step] = module.lam().item()
+    schedule = lambda_init(1)
+    assert lambdas == pytest.approx({0: 0.0, 2: 0.25 * schedule + 0.05, 4: 0.1, 9: 0.1})
+    plain = BaselineAttention(d_model=16, n_head=2)
+    plain.load_state_dict(module.state_dict(), strict=False)
+    assert torch.equal(module(x), plain(x))
 
 
 def test_rope_is_exact_in_half_precision() -> None:
@@ -297,29 +285,10 @@ def test_rope_is_exact_in_half_precision() -> None:
     assert ((turned - want).abs() <= want.abs() * 2**-8 + 1e-6).all()  # half a unit in the last place, and float32's error
 
 
-@pytest.mark.parametrize("name", ("naive", "flash_1", "flash_2"))
-def test_the_published_introspective_code_repaired(name: str) -> None:
-    """12 random shapes each. The naive file and flash 1 are one operation; flash 2 groups keys, and repeats none."""
-    draw = np.random.default_rng(0)
-    for _ in range(12):
-        heads, T, width = int(draw.integers(1, 5)), int(draw.integers(1, 9)), 2 * int(draw.integers(1, 5))
-        kv_heads = int(draw.choice([n for n in range(1, heads + 1) if heads % n == 0])) if name == "flash_2" else heads
-        options = {"mode": "sequence", "heads": 0, "path_weight": "literal", "repeated": name != "flash_2"}
-        shape = {"d_model": heads * width, "n_head": heads, "n_kv_head": kv_heads, "dtype": torch.float64}
-        made = VARIANTS["i"](**shape, **options, seed=int(draw.integers(1000)))
-        with torch.no_grad():
-            for p in made.parameters():
-                p.add_(torch.from_numpy(np.asarray(draw.normal(size=tuple(p.shape)) * 0.3)))
-        x = torch.from_numpy(draw.normal(size=(1, T, heads * width)))
-        weights = {key: value.numpy() for key, value in made.state_dict().items()}
-        want = published.introspective(weights, x[0].numpy(), heads, kv_heads, cumulative=name != "flash_2")
-        close(made(x)[0], want)
-
-
 # ---------------------------------------- torch's tools
 
 
-@pytest.mark.parametrize("name", ("baseline", "diff", "dint", "forgetting", "softpick", "introspective_published"))
+@pytest.mark.parametrize("name", ("diff", "forgetting", "introspective_published"))
 def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     cls, options = MODULES[name]
     made = cls(d_model=32, n_head=4, **options).eval()
@@ -337,21 +306,3 @@ def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     made(x[2]).square().sum().backward()
     for key, p in parameters.items():
         torch.testing.assert_close(grads[key][2], p.grad, atol=1e-4, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
-
-
-@pytest.mark.parametrize("name", ("introspective_sequence", "value_residual_later"))
-def test_one_graph_serves_a_second_length(name: str) -> None:
-    torch._dynamo.reset()
-    model = Decoder(config(name))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for T in (16, 9):
-        x = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(T))
-        torch.testing.assert_close(compiled(x), model(x))
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_no_buffer_depends_on_the_lengths_that_were_read(name: str) -> None:
-    """Default DDP broadcasts buffers: it aborts where one process read a longer input and has larger ones."""
-    model = Decoder(config(name))
-    model(torch.zeros(1, 32, dtype=torch.long))
-    assert all(not buffer.shape for buffer in model.buffers())

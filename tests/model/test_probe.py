@@ -81,6 +81,10 @@ def test_probes_and_visitors_show_the_products_of_queries_and_keys() -> None:
         q, k = (p(x).unflatten(-1, (8, -1)).transpose(1, 2) for p in (made.q, made.k))
     torch.testing.assert_close(seen, [q @ k.mT / 8**0.5])
     torch.testing.assert_close(maps.layers[0], seen[0].softmax(-1)[:, :, 9:])
+    made.backend, bias = "sdpa", torch.full((10, 10), float("-inf")).index_fill(1, torch.tensor([2]), 0.0)
+    with probe(made, torch.tensor([9])) as maps:
+        made(x, mask=bias)  # hides all but one key
+    assert maps.layers[0].nonzero()[:, -1].eq(2).all() and (maps.layers[0][..., 2] == 1).all()
 
 
 def test_visitors_and_probes_do_not_nest() -> None:
@@ -104,27 +108,34 @@ class Twice(BaselineAttention):
         return (super().attend(q, k, v, x, mask) + super().attend(k, q, v, x, mask)) / 2
 
 
-def test_two_calls_in_one_layer_are_refused_but_where_their_heads_stand_side_by_side() -> None:
-    made, x = Twice(d_model=64, n_head=4), torch.randn(1, 5, 64)
-    wrong = "Twice attends several times in one layer: set joins_calls=True"
-    with pytest.raises(ValueError, match=wrong), probe(made, torch.tensor([0])):
-        made(x)
-
-
 class WithAnExtraKey(BaselineAttention):
-    """Attention with one more key than tokens, which every query sees."""
+    """Attention with one more key than tokens, which every query sees: the rows would be those of other queries."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
         k, v = (F.pad(kv, (0, 0, 1, 0)) for kv in (k, v))
         return super().attend(q, k, v, x, Mask(causal=False))
 
 
-def test_keys_that_are_no_tokens_are_refused() -> None:
-    """The rows of a map would be those of other queries."""
-    made, x = WithAnExtraKey(d_model=64, n_head=4), torch.randn(1, 5, 64)
+class Unseen(BaselineAttention):
+    """Attention that no operation of backends.py computes."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
+        return (q @ k.mT).sigmoid() @ v
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    (
+        (Twice, "Twice attends several times in one layer: set joins_calls=True"),
+        (WithAnExtraKey, "6 keys of 5 tokens cannot be probed"),
+        (Unseen, "Unseen does not attend through .* monitor.every=0"),
+    ),
+)
+def test_attention_that_a_probe_cannot_see_is_refused(kind: type[BaselineAttention], says: str) -> None:
+    made, x = kind(d_model=64, n_head=4), torch.randn(1, 5, 64)
     assert made(x).shape == x.shape
     for row in (0, 2):
-        with pytest.raises(ValueError, match="6 keys of 5 tokens cannot be probed"), probe(made, torch.tensor([row])):
+        with pytest.raises(ValueError, match=says), probe(made, torch.tensor([row])):
             made(x)
 
 
@@ -141,16 +152,3 @@ def test_rows_outside_of_the_pass_are_refused(cached: int, row: int) -> None:
     with probe(made, torch.tensor([4])) as maps:
         made(x=x, cache=cache.layer(0))
     assert maps.layers[0].shape == (1, 4, 1, 5)
-
-
-class Unseen(BaselineAttention):
-    """Attention that no operation of backends.py computes."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
-        return (q @ k.mT).sigmoid() @ v
-
-
-def test_attention_that_a_probe_cannot_see_is_refused() -> None:
-    made, x = Unseen(d_model=64, n_head=4), torch.randn(1, 5, 64)
-    with pytest.raises(ValueError, match="Unseen does not attend through .* monitor.every=0"), probe(made, torch.tensor([0])):
-        made(x)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.decoder import Decoder
 from model.interop.huggingface import export
 from model.interop.remote import flattened
-from tests.model.test_huggingface import EXACT, apart, generated, loaded, tokens, write
+from tests.model.test_huggingface import EXACT, apart, assert_same_tensors, generated, loaded, tokens, write
 from tests.variants import VARIANTS, randomized
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -32,12 +32,16 @@ def remote(model: Decoder) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_generates_in_transformers_with_its_cache(name: str) -> None:
+def test_every_variant_generates_in_transformers_with_its_cache(name: str, tmp_path: Path) -> None:
+    """And its folder is read back to the bit."""
     model = randomized(name).float().eval()
-    wrapped = remote(model)
+    wrapped, x = remote(model), tokens(vocab=50)[:, :9]
     assert apart(wrapped, model, vocab=50) < EXACT
-    x = tokens(vocab=50)[:, :9]
-    assert torch.equal(generated(wrapped, x), model.generate(x, 8))
+    assert torch.equal(generated(wrapped, x), model.generate(x, 4))
+    write(model, tmp_path, "remote")
+    back = loaded(tmp_path)
+    assert back.cfg == model.cfg
+    assert_same_tensors(back.state_dict(), model.state_dict())
 
 
 @pytest.fixture
@@ -46,22 +50,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ("introspective_sequence", "gpt2"))
+@pytest.mark.parametrize("name", ("introspective_sequence",))
 def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
-    model = randomized(name, backend="sdpa").float().eval()  # what the folder's `auto` is: our kernels stay here
+    model = (
+        randomized(name, backend="sdpa", attention_dropout=0.2).float().eval()
+    )  # what the folder's `auto` is: our kernels stay here
     assert write(model, tmp_path / name, "remote") == "remote"
+    assert export(model, "remote").config["stack"]["attention_dropout"] == 0  # dropout stays here
     exported, report = load(tmp_path / name, output_loading_info=True)
     assert not any(map(len, report.values())) and "repository" not in type(exported).__module__
     assert type(exported).__module__.startswith("transformers_modules")
     assert apart(exported.eval(), model, vocab=50) == 0
     x = tokens(vocab=50)[:, :9]
-    assert torch.equal(generated(exported, x), model.generate(x, 8))
+    assert torch.equal(generated(exported, x), model.generate(x, 4))
     exported.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again").eval()
     assert apart(again, model, vocab=50) == 0
     assert apart(exported, loaded(tmp_path / "again"), vocab=50) < EXACT
     half = load(tmp_path / name, dtype=torch.bfloat16).eval()
-    assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 17)
+    assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 13)
 
 
 def test_the_exported_code_stands_alone() -> None:
@@ -122,8 +129,7 @@ def test_gradient_checkpointing_and_tuples() -> None:
     wrapped, x = remote(randomized("diff").float()).train(), tokens(vocab=50)
     plain = wrapped(x, labels=x, return_dict=False)
     wrapped.activation_checkpointing_enable()
-    assert wrapped.decoder.recompute and wrapped.is_activation_checkpointing
-    assert isinstance(plain, tuple) and torch.equal(wrapped(x, labels=x).loss, plain[0])
+    assert wrapped.decoder.recompute and isinstance(plain, tuple) and torch.equal(wrapped(x, labels=x).loss, plain[0])
     wrapped.activation_checkpointing_disable()
     assert not wrapped.decoder.recompute
 
@@ -164,8 +170,3 @@ def test_weights_that_a_folder_lacks_are_no_random_numbers(folder: Path) -> None
     assert loaded(folder).state_dict().keys() >= {"embedding.weight"}
     with pytest.raises(ValueError, match="the checkpoint lacks weights of decoder"):
         load(folder)
-
-
-def test_dropout_stays_here() -> None:
-    stack = export(randomized("diff", dropout=0.1, attention_dropout=0.2, projection_dropout=0.3), "remote").config["stack"]
-    assert (stack["dropout"], stack["attention_dropout"], stack["projection_dropout"]) == (0, 0, 0)

@@ -1,9 +1,9 @@
 """Weights of one published differential attention module, in any of the published layouts, as weights of our module.
 
-LAYOUTS says what each system does; tests/reference/published.py has each as a formula. Sources: microsoft/unilm,
-Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's DiffAttention; transformers'
-DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of "Understanding Differential
-Attention" (the post itself has neither a causal mask nor an output projection).
+LAYOUTS says what each system does; tests/reference/published.py has those that do not install as formulas. Sources:
+microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's DiffAttention;
+transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of "Understanding
+Differential Attention" (the post itself has neither a causal mask nor an output projection).
 """
 
 import math
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def _linears(kind: str, **holds: str) -> dict[str, str]:
-    return {f"{theirs}.{kind}": " ".join(f"{name}.{kind}" for name in ours.split()) for theirs, ours in holds.items()}
+    return {f"{name}.{kind}": " ".join(f"{each}.{kind}" for each in ours.split()) for name, ours in holds.items()}
 
 
 MICROSOFT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
@@ -82,23 +82,15 @@ def import_attention(
     source: Mapping[str, Tensor], layout: str, *, n_head: int, n_kv_head: int | None = None, layer: int,
     gqa_pairing: str | None = None, norm_eps: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """The state dict `source` of one attention module of `layout`, as a state dict of our module.
+    """The state dict `source` of one attention module of `layout`: overrides of DecoderConfig and a state dict of our module.
 
     n_head, n_kv_head: as the source counts them (differential heads for microsoft, timm, blog and axolotl_double; output heads
     for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split). layer: the depth, from 0 (blog: 1 where the
     module was given no depth). gqa_pairing: of microsoft's grouped keys, pair_first (its flash modules; the default) or
-    repeat_first (its naive module). norm_eps: None is the source's default.
-
-    Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
-    computes what the source computes; it loads with strict=True. What changes on the way:
-    - repeat_first with grouped keys: every head gets its own copy of its keys and values, so their sharing is lost.
-    - The source has no factor 1 - lambda_init: `out` is divided by it.
-    - A stored lambda_init that is not the schedule's: lambda_q1 or lambda_q2 is moved so that lambda stays what it was.
-    - timm's q, k and scale norms have another eps than its head norm: the weights before them are scaled instead.
-    - The source has biases on some projections only: the others get zeros.
+    repeat_first (its naive module): then every head gets its own copy of its keys and values. norm_eps: None is the source's.
     """
     form = _form(source, layout)
-    heads, kv_heads = _head_counts(form, n_head, n_kv_head)
+    heads, kv_heads = (count // (2 if form.queries else 1) for count in (n_head, n_kv_head or n_head))
     state = _renamed(source, form)
     width = len(state["q.weight"]) // (2 * heads)
     eps = form.eps if norm_eps is None else norm_eps
@@ -106,8 +98,9 @@ def import_attention(
         for name in ("q", "k") if form.double else ("q", "k", "v"):
             change_rows(state, name, lambda rows: heads_in_pairs(rows, width))
     if (gqa_pairing or (*form.pairings, None)[0]) == "repeat_first" and kv_heads < heads:
-        change_rows(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
-        change_rows(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
+        repeat = lambda rows, d: rows.unflatten(0, (-1, d)).repeat_interleave(heads // kv_heads, 0).flatten(0, 1)  # noqa: E731
+        change_rows(state, "k", lambda rows: repeat(rows, width))
+        change_rows(state, "v", lambda rows: repeat(rows, 2 * width))
         kv_heads = heads
     if layout == "timm":
         _fold_timm_eps(state, eps)
@@ -118,7 +111,11 @@ def import_attention(
     overrides = _overrides(state, form, layout)
     unit = 1 if form.double else 2  # of our heads in one differential head
     overrides |= {"n_head": unit * heads, "n_kv_head": unit * kv_heads, "head_dim": width, "norm_eps": eps}
-    _fill(state, layout, overrides["bias"])
+    if overrides["bias"]:  # the source may have them on some projections only
+        for name in ("q", "k", "v", "out"):
+            state.setdefault(f"{name}.bias", torch.zeros_like(state[f"{name}.weight"][:, 0]))
+    if layout != "microsoft_v2":
+        state["lambda_mix"] = torch.ones(())  # of a finished warm-up
     return overrides, state
 
 
@@ -127,12 +124,6 @@ def _form(source: Mapping[str, Tensor], layout: str) -> Layout:
     if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
         form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
     return form
-
-
-def _head_counts(form: Layout, n_head: int, n_kv_head: int | None) -> tuple[int, int]:
-    """h and hkv, the differential heads and their key and value heads."""
-    n_kv_head = n_head if n_kv_head is None else n_kv_head
-    return (n_head // 2, n_kv_head // 2) if form.queries else (n_head, n_kv_head)
 
 
 def _renamed(source: Mapping[str, Tensor], form: Layout) -> dict[str, Tensor]:
@@ -147,11 +138,6 @@ def _renamed(source: Mapping[str, Tensor], form: Layout) -> dict[str, Tensor]:
         parts = value.tensor_split(len(names)) if len(names) > 1 and value.dim() else (value,) * len(names)
         state |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     return state
-
-
-def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
-    """Repeat every head of `width` rows `times` times, copies side by side."""
-    return rows.unflatten(0, (-1, width)).repeat_interleave(times, 0).flatten(0, 1)
 
 
 def _scaled(weight: Tensor, factor: float) -> Tensor:
@@ -186,12 +172,3 @@ def _overrides(state: dict[str, Tensor], form: Layout, layout: str) -> dict[str,
         scale_norm="scale_norm.weight" in state,
     )
     return {"layers": "d", "diff": diff, **common}
-
-
-def _fill(state: dict[str, Tensor], layout: str, bias: bool) -> None:
-    """Add what our modules have and the source lacks: zero biases, and the factor of a finished lambda warm-up."""
-    for name in ("q", "k", "v", "out") if bias else ():
-        weight = state[f"{name}.weight"]
-        state.setdefault(f"{name}.bias", weight.new_zeros(weight.shape[0]))
-    if layout != "microsoft_v2":
-        state["lambda_mix"] = torch.ones(())

@@ -1,11 +1,9 @@
 """The published packages that install, transformers' DiffLlama and timm's differential attention, against our modules with
 their weights: outputs and gradients on random configurations, drawn anew every day (PARITY_SEED repeats a day's)."""
 
-import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,8 +13,7 @@ from torch import nn
 
 from model.attention.mask import Mask
 from model.rotary import Rope
-from tests.parity.comparing import CLOSE, assert_same_function, imported, randomize, rope_of
-from tests.parity.drawing import DRAWS, choices
+from tests.parity.comparing import CLOSE, DRAWS, assert_same_function, choices, imported, randomize, rope_of
 from tests.parity.layouts import import_attention
 
 
@@ -35,55 +32,41 @@ def test_equals_transformers_diffllama(draw: str) -> None:
         hidden_size=hidden, num_attention_heads=n_head, num_key_value_heads=n_kv_head, head_dim=width,
         attention_bias=pick(True, False), rms_norm_eps=eps, attn_implementation=implementation,
     )  # fmt: skip
-    theirs = DiffLlamaAttention(config, layer_idx=layer).eval()
-    randomize(theirs)
+    published = DiffLlamaAttention(config, layer_idx=layer).eval()
+    randomize(published)
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "norm_eps": eps}
-    ours, overrides = imported(theirs.state_dict(), "diffllama", layer, backend, **heads)
+    ours, overrides = imported(published.state_dict(), "diffllama", layer, backend, **heads)
     x = torch.randn(2, T, hidden, generator=torch.Generator().manual_seed(1))
     positions = DiffLlamaRotaryEmbedding(config)(x, torch.arange(T)[None])
     hide = torch.full((T, T), float("-inf")).triu(1)[None, None] if implementation == "eager" else None
     rope = Rope(*(table.float() for table in rope_of(overrides, T)[:2]), interleaved=False)
-    assert_same_function(lambda x: ours(x, rope, Mask()), lambda x: theirs(x, positions, hide)[0], x)
+    assert_same_function(lambda x: ours(x, rope, Mask()), lambda x: published(x, positions, hide)[0], x)
     # The map of the weights is a permutation, so the gradients go through it like the weights.
-    source = {key: p.grad for key, p in theirs.named_parameters()}
+    source = {key: p.grad for key, p in published.named_parameters()}
     _, grads = import_attention(source, "diffllama", layer=layer, **heads)
     for key, p in ours.named_parameters():
         torch.testing.assert_close(p.grad, grads[key], **CLOSE, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@contextlib.contextmanager
-def timm_layers() -> Iterator[Callable[[str], ModuleType]]:
-    """import_module for single files of timm.layers: timm's own __init__ imports all its models, and those torchvision.
-
-    Stand-ins for the two packages, of which only __path__ is real; afterwards sys.modules is what it was.
-    """
-    spec = importlib.util.find_spec("timm")
-    if spec is None:
-        pytest.skip("timm is not installed: pip install --no-deps timm")
-    ours = [name for name in sys.modules if name.split(".")[0] == "timm"]
-    before = {name: sys.modules.pop(name) for name in ours}
-    try:
-        for name in ("timm", "timm.layers"):
-            package = ModuleType(name)
-            package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
-            sys.modules[name] = package
-        yield importlib.import_module
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
-            del sys.modules[name]
-        sys.modules.update(before)
+@pytest.fixture
+def timm_attention(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """From its file alone: timm's __init__ imports all its models, and those torchvision."""
+    spec = importlib.util.find_spec("timm") or pytest.skip("timm is not installed: pip install --no-deps timm")
+    for name in ("timm", "timm.layers"):
+        package = ModuleType(name)
+        package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    return importlib.import_module("timm.layers.diff_attention").DiffAttention
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_equals_timm(draw: str) -> None:
+def test_equals_timm(draw: str, timm_attention: type[nn.Module]) -> None:
     pick = choices(f"timm/{draw}")
     n_head, width, layer, T = pick(1, 2, 3, 4), pick(2, 3, 4, 8), pick(*range(12)), pick(1, 2, 9, 17)
     flags = {name: pick(True, False) for name in ("qkv_bias", "proj_bias", "qk_norm", "scale_norm", "dual_lambda")}
-    with timm_layers() as load:
-        kind = load("timm.layers.diff_attention").DiffAttention
-        theirs = kind(2 * n_head * width, num_heads=n_head, depth=layer, **flags).eval()
-    theirs.fused_attn = pick(True, False)
-    randomize(theirs)
+    published = timm_attention(2 * n_head * width, num_heads=n_head, depth=layer, **flags).eval()
+    published.fused_attn = pick(True, False)
+    randomize(published)
     x = torch.randn(2, T, 2 * n_head * width, generator=torch.Generator().manual_seed(1))
     keys = torch.rand(2, T, generator=torch.Generator().manual_seed(2)) < 0.7
     keys[:, 0] = True
@@ -92,14 +75,10 @@ def test_equals_timm(draw: str) -> None:
         (Mask(causal=False), {}),
         (Mask(causal=False, keys=keys), {"attn_mask": keys[:, None, None].expand(2, 1, T, T)}),
     )
-    ours, _ = imported(theirs.state_dict(), "timm", layer, pick("math", "sdpa", "auto"), n_head=n_head)
-    assert_same_function(lambda x: ours(x, None, mask), lambda x: theirs(x, **given), x)
-    assert_timm_gradients(ours, theirs, n_head, layer)
-
-
-def assert_timm_gradients(ours: nn.Module, theirs: nn.Module, n_head: int, layer: int) -> None:
-    """Weights that were scaled by s because of timm's other eps have 1/s of its gradient, and were imported with s of it."""
-    source = {key: p.grad for key, p in theirs.named_parameters()}
+    ours, _ = imported(published.state_dict(), "timm", layer, pick("math", "sdpa", "auto"), n_head=n_head)
+    assert_same_function(lambda x: ours(x, None, mask), lambda x: published(x, **given), x)
+    # Weights that were scaled by s because of timm's other eps have 1/s of its gradient, and were imported with s of it.
+    source = {key: p.grad for key, p in published.named_parameters()}
     _, grads = import_attention(source, "timm", n_head=n_head, layer=layer)
     scaled = ("q.", "k.") if "q_norm.weight" in source else ()
     scaled += ("head_norm.",) if "norm.weight" in source else ()

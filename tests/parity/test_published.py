@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.comparing import assert_equals_formula, imported, random_weights, rope_of
-from tests.parity.drawing import DRAWS, choices
-from tests.parity.layouts import LAYOUTS
+from model.attention.mask import Mask
+from model.interop.rows import half_from_interleaved
+from tests.parity.comparing import DRAWS, assert_equals_formula, choices, imported, random_weights, rope_of
+from tests.parity.layouts import LAYOUTS, import_attention
 from tests.reference import published
 
 FORMULAS = {  # the formula: its layout
@@ -17,8 +18,6 @@ FORMULAS = {  # the formula: its layout
     "microsoft_flash_1": "microsoft",
     "microsoft_flash_2": "microsoft",
     "vasqu": "vasqu",
-    "timm": "timm",
-    "diffllama": "diffllama",
     "axolotl_split": "axolotl_split",
     "axolotl_double": "axolotl_double",
     "blog": "blog",
@@ -30,7 +29,7 @@ QUERIES = {layout for layout, form in LAYOUTS.items() if form.queries}  # num_he
 
 
 def test_every_layout_is_compared() -> None:
-    assert set(FORMULAS.values()) == set(LAYOUTS)
+    assert set(FORMULAS.values()) == set(LAYOUTS) - {"timm", "diffllama"}  # whose packages test_packages.py runs
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -57,13 +56,44 @@ def options(layout: str, pick: Any) -> tuple[dict, dict, dict]:
     """Options of the source's constructor, of its formula, and of the importer, that belong together."""
     if layout == "vasqu":
         return {}, {"rope": pick(True, False)}, {}
-    if layout == "timm":
-        return {name: pick(True, False) for name in ("bias", "proj_bias", "qk_norm", "scale_norm", "dual")}, {}, {}
     if layout == "microsoft_v2":
         return {"dim": pick(None, 20)}, {}, {}
-    if layout == "diffllama" or layout.startswith("axolotl"):
-        shapes = {"bias": pick(True, False)} | ({"dim": pick(None, 20)} if layout == "diffllama" else {})
-        shapes |= {"norm": pick(True, False)} if layout.startswith("axolotl") else {}
+    if layout.startswith("axolotl"):
+        shapes = {"bias": pick(True, False), "norm": pick(True, False)}
         eps = pick(None, 0.01)
         return shapes, {"eps": eps} if eps else {}, {"norm_eps": eps}
     return {}, {}, {}
+
+
+def test_the_two_pairings_are_two_functions_and_repeating_first_loses_the_sharing() -> None:
+    w = random_weights(published.shapes("microsoft", 4, 2, 4))
+    x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out = {}
+    for pairing, kv_heads in (("pair_first", 4), ("repeat_first", 8)):
+        module, overrides = imported(w, "microsoft", 0, n_head=4, n_kv_head=2, gqa_pairing=pairing)
+        assert overrides["n_head"] == 8 and overrides["n_kv_head"] == kv_heads
+        out[pairing] = module(x, rope_of(overrides), Mask())
+    assert (out["pair_first"] - out["repeat_first"]).abs().max() > 0.1
+
+
+def test_a_schedule_stored_in_float32_leaves_the_vectors_alone() -> None:
+    w = random_weights(published.shapes("axolotl_double", 4, 4, 4))
+    w["lambda_init"] = torch.tensor(float(published.lambda_init(2)), dtype=torch.float32)
+    _, state = import_attention(w, "axolotl_double", n_head=4, layer=2)
+    assert all(torch.equal(state[key], w[key]) for key in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"))
+    with pytest.raises(ValueError, match="lambda_init is not finite"):
+        import_attention(w | {"lambda_init": torch.tensor(float("nan"))}, "axolotl_double", n_head=4, layer=2)
+
+
+def test_interleaved_rows_permuted_to_half_split_give_the_same_outputs() -> None:
+    w = random_weights(published.shapes("microsoft", 4, 2, 6))
+    module, overrides = imported(w, "microsoft", 0, n_head=4, n_kv_head=2)
+    x = torch.randn(2, 7, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rope = rope_of(overrides)
+    before = module(x, rope, Mask())
+    with torch.no_grad():
+        for linear in (module.q, module.k):
+            linear.weight.copy_(half_from_interleaved(linear.weight, 6))
+    torch.testing.assert_close(module(x, rope._replace(interleaved=False), Mask()), before, rtol=1e-9, atol=1e-11)
+    assert (module(x, rope, Mask()) - before).abs().max() > 1e-3
+    assert half_from_interleaved(torch.arange(12.0), 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]

@@ -18,7 +18,6 @@ from tests.reference.parts import (
     head,
     head_norm,
     joined,
-    layer_norm,
     normed,
     positions,
     rms,
@@ -28,6 +27,13 @@ from tests.reference.parts import (
     sigmoid,
     softmax,
 )
+
+
+def logits(w: dict, x: np.ndarray, cfg: Any, i: int, j: int) -> np.ndarray:
+    """Scaled, rotated products of query head i and key head j of one sequence x (T, D): (T, T)."""
+    d = cfg.head_dim
+    q, k = (rope(normed(w, name, head(w, name, x, n, d)), **positions(cfg)) for name, n in (("q", i), ("k", j)))
+    return q @ k.T / np.sqrt(d)
 
 
 def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Callable) -> np.ndarray:
@@ -40,9 +46,7 @@ def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Call
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
-        q, k = (rope(normed(w, name, head(w, name, x[b], n, d)), **positions(cfg)) for name, n in (("q", i), ("k", j)))
-        v = changes["values"](b, j) if "values" in changes else head(w, "v", x[b], j, d)
-        scores = q @ k.T / np.sqrt(d)
+        v, scores = changes["values"](b, j) if "values" in changes else head(w, "v", x[b], j, d), logits(w, x[b], cfg, i, j)
         scores = changes["change"](b, i, scores) if "change" in changes else scores
         y = softmax(scores, rows(see, b), b, i, changes.get("row", exponentials)) @ v
         return changes["output"](b, i, y) if "output" in changes else y
@@ -92,15 +96,13 @@ def forgetting(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, fi
 
 def selective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2410.02703: what earlier tokens u gave key s by head 1 is subtracted, but for u = s and a text's first token."""
-    d, turned = cfg.head_dim, positions(cfg)
 
     def masked(b: int, i: int, scores: np.ndarray) -> np.ndarray:
-        T, sees, F = len(scores), seen(see, b, 0), np.zeros_like(scores)
-        q, k = (rope(head(w, name, x[b], 0, d), **turned) for name in ("q", "k"))
+        T, sees, F, first_head = len(scores), seen(see, b, 0), np.zeros_like(scores), logits(w, x[b], cfg, 0, 0)
         for t in range(T):
             for s in range(T):
                 users = [u for u in range(t) if u != s and sees[u, s] and sees[s].sum() != 1]
-                F[t, s] = sum(max(q[u] @ k[s] / np.sqrt(d), 0) for u in users)
+                F[t, s] = sum(max(first_head[u, s], 0) for u in users)
         return scores - F
 
     return attention(w, x, see, cfg, change=masked)
@@ -108,14 +110,12 @@ def selective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, fir
 
 def talking_heads(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2003.02436: sums of the heads' maps, and of their scores before the softmax, too."""
-    d, H, turned = cfg.head_dim, cfg.n_head, positions(cfg)
+    d, H = cfg.head_dim, cfg.n_head
 
     def one(b: int, i: int) -> np.ndarray:
         j, visible = i * cfg.n_kv_head // H, [seen(see, b, n) for n in range(H)]
-        scores = []
-        for n in range(H):
-            q, k = (rope(head(w, p, x[b], m, d), **turned) for p, m in (("q", n), ("k", n * cfg.n_kv_head // H)))
-            scores.append(q @ k.T / np.sqrt(d) + parts.extra[b % parts.extra.shape[0], n % parts.extra.shape[1]])
+        bias = [parts.extra[b % parts.extra.shape[0], n % parts.extra.shape[1]] for n in range(H)]
+        scores = [logits(w, x[b], cfg, n, n * cfg.n_kv_head // H) + bias[n] for n in range(H)]
         if cfg.talking_heads.before:
             mix = w["scores_mixing"][0]
             scores = [sum(mix[n, m] * np.where(visible[m], scores[m], 0) for m in range(H)) for n in range(H)]
@@ -232,30 +232,24 @@ def dint(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
 
 def gated_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2505.24054: the gate of a token and head weighs one map, what is left of 1 the other."""
-    d, turned = cfg.head_dim, positions(cfg)
     h, kv = cfg.n_head // 2, cfg.n_kv_head // 2
 
     def one(b: int, i: int) -> np.ndarray:
-        j, maps = i * kv // h, []
-        for c in (0, 1):
-            q, k = (rope(head(w, name, x[b], 2 * n + c, d), **turned) for name, n in (("q", i), ("k", j)))
-            maps.append(softmax(q @ k.T / np.sqrt(d), rows(see, b), b, i))
+        j = i * kv // h
+        maps = [softmax(logits(w, x[b], cfg, 2 * i + c, 2 * j + c), rows(see, b), b, i) for c in (0, 1)]
         g = sigmoid(head(w, "gate_logits", x[b], i, 1))
-        return rms((g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * d), w["head_norm.weight"])
+        return rms((g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * cfg.head_dim), w["head_norm.weight"])
 
     return joined(w, x, h, one)
 
 
 def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """microsoft/unilm Diff-Transformer-V2: query heads 2i and 2i+1 over the key and value head of output head i."""
-    d, turned = cfg.head_dim, positions(cfg)
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
-        k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
-        first, second = (
-            softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v for c in (0, 1)
-        )
+        maps = (softmax(logits(w, x[b], cfg, 2 * i + c, j), rows(see, b), b, i) for c in (0, 1))
+        first, second = (each @ head(w, "v", x[b], j, cfg.head_dim) for each in maps)
         return first - sigmoid(head(w, "lambda_logits", x[b], i, 1)) * second
 
     return joined(w, x, cfg.n_head, one)
@@ -263,16 +257,13 @@ def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first
 
 def integral(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2508.18387: logits of `signals` query-key pairs are averaged before one softmax."""
-    signals, d, turned = cfg.integral.signals, cfg.head_dim, positions(cfg)
+    signals = cfg.integral.signals
     h, kv = cfg.n_head // signals, cfg.n_kv_head // signals
 
     def one(b: int, i: int) -> np.ndarray:
-        j, logits = i * kv // h, []
-        for s in range(signals):
-            q = rope(head(w, "q", x[b], signals * i + s, d), **turned)
-            k = rope(head(w, "k", x[b], signals * j + s, d), **turned)
-            logits.append(q @ k.T / np.sqrt(d))
-        return softmax(np.mean(logits, 0), rows(see, b), b, i) @ head(w, "v", x[b], j, signals * d)
+        j = i * kv // h
+        mean = np.mean([logits(w, x[b], cfg, signals * i + s, signals * j + s) for s in range(signals)], 0)
+        return softmax(mean, rows(see, b), b, i) @ head(w, "v", x[b], j, signals * cfg.head_dim)
 
     return joined(w, x, h, one)
 
@@ -291,17 +282,11 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
     return norm if kind == "literal" else w["path_gain"] * norm + w["path_bias"]
 
 
-def path_norm(w: dict, name: str, kind: str, x: np.ndarray) -> np.ndarray:
-    if kind == "layernorm":
-        return layer_norm(x, w[f"{name}.weight"], w.get(f"{name}.bias", 0))
-    return rms(x, w[f"{name}.weight"])
-
-
 def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """docs/METHODS.md, introspective attention; heads per path, values of width D / heads."""
     opt, width, turned = cfg.introspective, cfg.head_dim, positions(cfg)
-    mode, paths, memory, heads = opt.mode, opt.paths, opt.memory, opt.heads or cfg.n_head // 2
-    heads = cfg.n_head if opt.heads == 0 else heads
+    mode, paths, memory = opt.mode, opt.paths, opt.memory
+    heads = {None: cfg.n_head // 2, 0: cfg.n_head}.get(opt.heads, opt.heads)
     kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
     D = x.shape[-1]
     dv, group = D // heads, heads // kv_heads
@@ -340,9 +325,9 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
                 visible = np.concatenate([rows(see, b)] * len(sets), -1)
                 scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
                 merged.append(softmax(scores, visible, b, i) @ values)
-            a = path_norm(w, f"path_norms.{p}", opt.path_norm, np.concatenate(merged, -1))
+            a = head_norm(w, opt.path_norm, np.concatenate(merged, -1), f"path_norms.{p}")
             kept["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
             earlier.append(kept)
             mixed = mixed + lam[..., p, None] * a
-        out.append(path_norm(w, "norm", opt.path_norm, mixed) @ w["out.weight"].T + w.get("out.bias", 0))
+        out.append(head_norm(w, opt.path_norm, mixed, "norm") @ w["out.weight"].T + w.get("out.bias", 0))
     return np.stack(out)

@@ -109,7 +109,8 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> n
     return rms(centred, weight) + bias
 
 
-def head_norm(w: dict, kind: str, y: np.ndarray) -> np.ndarray:
+def head_norm(w: dict, kind: str, y: np.ndarray, name: str = "head_norm") -> np.ndarray:
+    """layernorm, none, plain (without a weight), or rms with one."""
     if kind == "layernorm":
-        return layer_norm(y, w["head_norm.weight"], w["head_norm.bias"])
-    return y if kind == "none" else rms(y, w["head_norm.weight"] if kind == "affine" else 1.0)
+        return layer_norm(y, w[f"{name}.weight"], w.get(f"{name}.bias", 0))
+    return y if kind == "none" else rms(y, 1.0 if kind == "plain" else w[f"{name}.weight"])
