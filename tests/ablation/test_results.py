@@ -68,19 +68,13 @@ def as_json(folder: Path) -> dict:
 
 
 def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
-    record = as_json(write_run(tmp_path / "a-s3", 2.0))
+    """A metric may name a row of a list and keys with dots; the training loss is the mean of its last tenth."""
+    folder = write_run(tmp_path / "a-s3", 2.0)
+    record = as_json(folder)
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
     assert len(record["losses"]) == 40 and record["losses"][0] == (1, 6.0)
     assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
-    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True))
-    assert record["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
-    assert record["diverged"] == "the loss is nan at step 41"
-
-
-def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(tmp_path: Path) -> None:
-    """A metric may name a row of a list and keys with dots."""
-    folder = write_run(tmp_path / "a-s1", 2.0)
     noise = {"absolute": {"depths": {"0.5": {"noise": 0.3}}}, "windows": [0.1, {"at": 0.25, "loss": 1.5}], "signed": {}}
     bits = {"bits": [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]}
     for name, results in (("attention_noise", noise), ("quantization", bits)):
@@ -93,38 +87,36 @@ def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(
     ):  # fmt: skip
         assert run.value(path) == value, path
     assert run.value("train.loss") == pytest.approx(2.0 + sum(1 / step for step in range(37, 41)))
+    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True))
+    assert record["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
+    assert record["diverged"] == "the loss is nan at step 41"
 
 
-def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
+def test_a_planted_difference_and_no_absent_one_is_in_the_table(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
     baseline, better, same = (arm["metrics"]["valid"] for arm in Comparison(arms, METRICS).as_json())
     assert baseline["difference"] is None and baseline["sd"] > 0.02  # the seeds differ by far more than the arms
     assert better["difference"]["mean"] == pytest.approx(-0.02, abs=0.003) and better["p_holm"] < 0.01
     assert same["difference"]["low"] < 0 < same["difference"]["high"] and same["p_holm"] > 0.05
     assert better["p_holm"] == pytest.approx(2 * better["difference"]["p"])
-    arms[1].runs[0].evals.clear()
-    arms[0].runs[3].evals.clear()
-    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]  # of the seeds that both have
-    assert summary["n"] == 3 and summary["difference"]["n"] == 2
 
-
-def test_the_table(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[3].diverged = "the loss is nan at step 9"
-    comparison = Comparison(arms, METRICS)
-    header, *rows = comparison.lines()
+    header, *rows = Comparison(arms[:2], METRICS).lines()
     assert "AR-Hit" not in header  # measured by nobody
     cells = dict(zip(header, rows[1], strict=True))
-    assert cells["arm"] == "diff" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
-    assert cells["valid"].startswith("3.9") and " ± 0." in cells["valid"]
-    assert cells["difference (valid)"].startswith("-0.0")
+    assert cells["arm"] == "better" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
+    assert " ± 0." in cells["valid"] and cells["difference (valid)"].startswith("-0.0")
     assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.250"
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
     assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
-    text = " ".join(comparison.notes([1, 2, 3, 4], epochs=1.5))
+    text = " ".join(Comparison(arms, METRICS).notes([1, 2, 3, 4], epochs=1.5))
     assert "read more than once" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
-    assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+    assert "better (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+
+    arms[0].runs[2].evals.clear()
+    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]  # of the seeds that both have
+    assert summary["n"] == 3 and summary["difference"]["n"] == 2
 
 
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
@@ -183,37 +175,7 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
     assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
 
 
-def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> None:
-    lengths = {"short": 1.0, "middle": 2.0, "long": 4.0}
-    arms = make_arms(tmp_path, {"baseline": 0.0, "cheap": -0.1}, points=tuple(lengths))
-    for arm in arms:
-        arm.facts["flops_per_token"] = 0.8 if arm.arm == "cheap" else 1.0
-        ended = arm.name == "cheap-long"  # before 2.0, so 1 / 0.8 times as many tokens are between other points
-        for run in arm.runs:
-            run.train[-1]["tokens"] *= 1.5 if ended else lengths[arm.point]
-            run.diverged = "the loss is nan" if ended else None
-    equal = Comparison(arms, METRICS).at_equal_flops()
-    assert "cheap-long" not in set(equal["arm"]) and set(equal["seed"][equal["arm"] == "cheap-short"]) == {1, 2, 3, 4}
-
-
-def test_no_dot_is_outside_the_figure() -> None:
-    def limits(*differences: float) -> tuple[float, float]:
-        return _readable_limits([paired(differences, by_seed=dict(enumerate(differences)))])
-
-    low, high = limits(0.0, 0.0, 0.0, 0.0, 1.0)
-    assert low < 0 and high > 1
-    low, high = limits(0.1, 0.3)  # the interval of two seeds is far wider than the dots
-    assert low < 0 and 0.3 < high < 1
-
-
-def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
-    comparison = Comparison(arms, METRICS)
-    assert not comparison.of_metric("valid") and comparison.lines()[1][0] == "diff"
-    assert Pooled(comparison, {}, horizons=False).models == {"valid": {}}
-
-
-def test_arms_are_told_apart(tmp_path: Path) -> None:
+def test_arms_are_told_apart_no_dot_is_outside_and_without_a_reference_there_is_no_difference(tmp_path: Path) -> None:
     arms = [Arm(name, name, point, variant=name) for point in ("small", "large") for name in ("baseline", "diff", "gated")]
     give_colours(arms)
     assert [arm.colour for arm in arms] == ["#0072B2", "#D55E00", "#E69F00"] * 2
@@ -222,3 +184,9 @@ def test_arms_are_told_apart(tmp_path: Path) -> None:
         arm.variant = "diff"
     give_colours(arms)
     assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#D55E00"
+    for differences, dot in (((0.0, 0.0, 0.0, 0.0, 1.0), 1), ((0.1, 0.3), 0.3)):  # far wider than the dots: two seeds
+        low, high = _readable_limits([paired(differences, by_seed=dict(enumerate(differences)))])
+        assert low < 0 and high > dot and (dot == 1 or high < 1)
+    comparison = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:], METRICS)
+    assert not comparison.of_metric("valid") and comparison.lines()[1][0] == "diff"
+    assert Pooled(comparison, {}, horizons=False).models == {"valid": {}}
