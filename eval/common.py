@@ -28,7 +28,7 @@ from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
 from data.sources import open_corpus
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
@@ -95,7 +95,12 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
         return [TextTokens(np.array(tokens))]
-    return open_split(Path(shards), "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    folder = Path(shards)
+    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"{folder} has another tokenizer than the run: use text=FILE, or shards prepared with the run's tokenizer"
+        )
+    return open_split(folder, "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def read_documents(text: str) -> list[str]:

@@ -28,6 +28,20 @@ class KVCache:
         self.tokens = tokens
         return tokens
 
+    def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Add k (B, H, T, d) and v (B, H', T, d') and return all that the layer's slot has so far."""
+        start, stop, slots, key = self.length, self.length + k.shape[2], self.slots, (layer, slot)
+        if stop > self.max_length:
+            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
+        if key not in slots:
+            slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
+        if (held := len(slots[key][0])) != len(k):
+            raise ValueError(f"the cache holds {held} sequences, and {len(k)} come: make a new KVCache for another batch")
+        for buffer, new in zip(slots[key], (k, v), strict=True):
+            buffer[:, :, start:stop] = new
+        keys, values = slots[key]
+        return keys[:, :, :stop], values[:, :, :stop]
+
 
 class LayerCache(NamedTuple):
     """One layer's view of a `KVCache`."""
@@ -41,14 +55,4 @@ class LayerCache(NamedTuple):
 
     def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
-        start, stop, slots, key = self.length, self.length + k.shape[2], self.cache.slots, (self.index, slot)
-        if stop > self.cache.max_length:
-            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
-        if key not in slots:
-            slots[key] = tuple(x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
-        if (held := len(slots[key][0])) != len(k):
-            raise ValueError(f"the cache holds {held} sequences, and {len(k)} come: make a new KVCache for another batch")
-        for buffer, new in zip(slots[key], (k, v), strict=True):
-            buffer[:, :, start:stop] = new
-        keys, values = slots[key]
-        return keys[:, :, :stop], values[:, :, :stop]
+        return self.cache.append(k, v, self.index, slot)

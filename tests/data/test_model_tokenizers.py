@@ -155,14 +155,15 @@ def test_wrong_folders_are_one_line(byte_level_folder: Path, tmp_path: Path, mon
         (tmp_path, "has no tokenizer.json"),
         (tmp_path / "damaged", "is damaged"),
         (tmp_path / "ours", "not a file of the package 'tokenizers'"),
-        (folder_of(words, tmp_path / "words", eos_token="[SEP]"), "decodes by WordPiece"),
+        (folder_of(words, tmp_path / "words", eos_token="[SEP]"), "decodes by .*WordPiece"),
         (nameless, "neither a bos nor an eos"),
-        (foreign, "has no token 9999"),
+        (foreign, "neither a bos nor an eos"),
     ):
         with pytest.raises(ValueError, match=message):
             read_tokenizer(path)
-    (nameless / "config.json").write_text(json.dumps({"bos_token_id": None, "eos_token_id": [5, 3]}))
-    assert read_tokenizer(nameless).eot == 5
+    special = next(iter(hf.get_added_tokens_decoder()))
+    (nameless / "config.json").write_text(json.dumps({"bos_token_id": None, "eos_token_id": [special, 3]}))
+    assert read_tokenizer(nameless).eot == special
     hf.model.dropout = 0.5  # is off
     tokenizer = read_tokenizer(folder_of(hf, tmp_path / "dropout", eos_token="<|endoftext|>"))
     assert len({tuple(tokenizer.encode("the tokenizers of the text")) for _ in range(20)}) == 1

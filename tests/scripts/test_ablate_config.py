@@ -234,7 +234,7 @@ READS = "that the learning rates are chosen on: test on another text"
         (("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'), "has another optim.schedule than wsd: give points"),
         (("branch=true", WIDE), "baseline-b has another batch_tokens: give points"),
         (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
-        (("evaluations=[perplexity]", "metrics={x:needle.accuracy}"), "add needle to evaluations"),
+        (("evaluations=[perplexity]", "+metrics.x=needle.accuracy"), "add needle to evaluations"),
         (("tune.at=nowhere",), "tune.at has 'nowhere', which is not in grid: use no tune.at"),
         (("tune.metric=needle.accuracy",), "is not a metric of training: use train.val_loss"),
         ((*TUNED, "+metrics.other=train.val_loss"), READS),

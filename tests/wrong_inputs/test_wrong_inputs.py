@@ -86,7 +86,3 @@ def test_wrong_input_in_a_shell() -> None:
     done = run_command("train.py", "steps=-1")
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: steps=-1 is out of range: use a number in ")
-
-
-def test_the_page_counts_the_rows_of_the_table() -> None:
-    assert f"{len(CASES)} wrong inputs of {len(TABLE)} commands" in (ROOT / "docs" / "RELIABILITY.md").read_text()
