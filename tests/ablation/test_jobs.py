@@ -23,18 +23,13 @@ def test_a_signal_stops_a_job_that_is_just_starting(tmp_path: Path, monkeypatch:
     with jobs.Team() as team:
         code = team.call(["-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
     assert team.stopping == signal.SIGTERM and code == -signal.SIGTERM
-
-
-def test_a_closed_terminal_stops_the_team_unless_nohup_ignores_it() -> None:
     before = signal.getsignal(signal.SIGHUP)
-    try:
-        for handler, stops in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):
-            signal.signal(signal.SIGHUP, handler)
-            with jobs.Team() as team:
-                os.kill(os.getpid(), signal.SIGHUP)
-            assert team.stopping == stops and signal.getsignal(signal.SIGHUP) == handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    for handler, stops in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):  # nohup ignores a closed terminal
+        signal.signal(signal.SIGHUP, handler)
+        with jobs.Team() as team:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert team.stopping == stops and signal.getsignal(signal.SIGHUP) == handler
+    signal.signal(signal.SIGHUP, before)
 
 
 class Step:

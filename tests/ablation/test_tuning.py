@@ -38,6 +38,10 @@ def test_the_best_of_a_bowl_needs_a_fixed_budget_and_at_the_edge_a_wider_grid() 
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
     notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}, CFG))
     assert "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
+    shorter = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
+    assert in_title(shorter, CFG, 2000) == ", tuned with one seed and by trials of 25% of the runs' length"
+    assert in_title(shorter, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
+    assert tuning_notes({}, CFG)[0].startswith("Untuned")
     cfg = replace(CFG, full=True, refine=[])  # all combinations are the same for every arm
     scores, rounds = search(cfg, bowl(10.0, 0.003))
     assert rounds == [12] == [cfg.fewest] and tuned(cfg, scores).edge == ["optim.muon_lr"]
@@ -98,13 +102,6 @@ def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it()
         assert wanted(judge, scores) == [] and tuned(judge, scores).best == {"optim.lr": best}
     assert score(cfg, [math.inf, 0.05, 0.06]) == Score(2, 0.06)  # a trial that diverged has not solved it
     assert "3 seeds solve the task" in tuning_notes({"a": tuned(cfg, scores | {(0.024,): score(cfg, jumps)})}, cfg)[0]
-
-
-def test_the_title_says_when_trials_are_shorter_than_the_runs_or_of_one_seed() -> None:
-    results = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
-    assert in_title(results, CFG, 2000) == ", tuned with one seed and by trials of 25% of the runs' length"
-    assert in_title(results, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
-    assert tuning_notes({}, CFG)[0].startswith("Untuned")
 
 
 def test_grids_that_decide_nothing_are_refused() -> None:

@@ -74,24 +74,6 @@ def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
         opened.read(0, 256)
 
 
-def test_open_split(tmp_path):
-    folder = tmp_path / "mine"
-    for name, source in (("mine", "data=text path=... data.name=NAME "), ("stdlib", "data=stdlib$")):
-        with pytest.raises(FileNotFoundError, match=f"prepare it: python -m data.prepare {source}"):
-            open_split(tmp_path / name, "train")
-    folder.mkdir()
-    with pytest.raises(FileNotFoundError, match="no train shards"):
-        open_split(folder, "train")
-    for number in (1, 0):
-        write(folder / f"train_00000{number}.bin", [number] * 5)
-    write(folder / "val_000000.bin", [7])
-    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1]
-    assert len(open_split(folder, "val")) == 1
-    (folder / PROGRESS).write_text("{}")
-    with pytest.raises(ValueError, match="not finished: run python -m data.prepare again, with the same overrides"):
-        open_split(folder, "train")
-
-
 def test_foreign_shards_are_of_the_split_that_their_name_says(tmp_path):
     for number, (train, val) in enumerate((
         ("pretrain_train_000", "pretrain_val_000"), ("fineweb_train_000001", "fineweb_val_000000"),
@@ -111,23 +93,33 @@ def test_foreign_shards_are_of_the_split_that_their_name_says(tmp_path):
                 open_split(folder, "val")
 
 
-def test_meta_decides_what_belongs_to_a_split(tmp_path):
-    write(tmp_path / "train_000000.bin", [1, 2])
-    write(tmp_path / "train_000001.bin", [3])
+def test_open_split_and_meta_decides_what_belongs_to_it(tmp_path):
+    folder = tmp_path / "mine"
+    for name, source in (("mine", "data=text path=... data.name=NAME "), ("stdlib", "data=stdlib$")):
+        with pytest.raises(FileNotFoundError, match=f"prepare it: python -m data.prepare {source}"):
+            open_split(tmp_path / name, "train")
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="no train shards"):
+        open_split(folder, "train")
+    for number in (1, 0):
+        write(folder / f"train_00000{number}.bin", [number] * 5)
+    write(folder / "val_000000.bin", [7])
+    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1] and len(open_split(folder, "val")) == 1
+    (folder / PROGRESS).write_text("{}")
+    with pytest.raises(ValueError, match="not finished: run python -m data.prepare again, with the same overrides"):
+        open_split(folder, "train")
     meta = {"tokenizer": {"fingerprint": FINGERPRINT}, "splits": {"train": {"shards": [{"file": "train_000001.bin"}]}}}
-    (tmp_path / META).write_text(json.dumps(meta))
-    assert [len(shard) for shard in open_split(tmp_path, "train")] == [1]
+    (folder / META).write_text(json.dumps(meta))
+    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [1]
     meta["splits"]["val"] = {"shards": []}
-    (tmp_path / META).write_text(json.dumps(meta))
+    (folder / META).write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"without validation text: .*data\.name=NAME with a larger data\.val_fraction"):
-        open_split(tmp_path, "val")
-    meta["tokenizer"]["fingerprint"] = "f" * 64
-    (tmp_path / META).write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        open_split(tmp_path, "train")
-    (tmp_path / META).write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        open_split(tmp_path, "train")
+        open_split(folder, "val")
+    other = json.dumps(meta | {"tokenizer": {"fingerprint": "f" * 64}})
+    for content, says in ((other, "another tokenizer"), ("{", "damaged")):
+        (folder / META).write_text(content)
+        with pytest.raises(ValueError, match=says):
+            open_split(folder, "train")
 
 
 def test_more_shards_than_a_process_may_open_files(tmp_path):

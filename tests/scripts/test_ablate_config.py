@@ -221,8 +221,6 @@ READS = "that the learning rates are chosen on: test on another text"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     (
-        (("seeds=[1,x]",), "use seeds=3"),
-        (("evaluations=[perplexty]",), "use attention_noise"),
         (("evaluations=[perplexity,perplexity]",), "list each one once"),
         (('evaluations=["perplexity tokns=5"]',), "did you mean 'tokens'"),
         (('+arms.odd=["model=nope"]',), "arm odd"),

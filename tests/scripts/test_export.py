@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,20 +91,15 @@ def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
 def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
+    def upload(folder_path: str, **options: object) -> None:
+        if len(uploaded) > 2:
+            raise RuntimeError("403 for Authorization: Bearer hf_secret")
+        uploaded.append(sorted(path.name for path in Path(folder_path).iterdir()))
+
     make_run(tmp_path / "run", "diff")
-    uploaded: list = []
-
-    class Hub:
-        def create_repo(self, *a: object, **o: object) -> None:
-            uploaded.append((a, o))
-
-        def upload_folder(self, **o: object) -> None:
-            if len(uploaded) > 2:
-                raise RuntimeError("403 for Authorization: Bearer hf_secret")
-            uploaded.append(sorted(path.name for path in Path(o["folder_path"]).iterdir()))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    run = f"run={tmp_path}/run"
+    run, uploaded = f"run={tmp_path}/run", []
+    hub = SimpleNamespace(create_repo=lambda *a, **o: uploaded.append((a, o)), upload_folder=upload)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     printed = call(run, f"out={tmp_path}/one", "check=false", "push=me/small.model")
     assert "uploaded to https://huggingface.co/me/small.model" in printed
     assert uploaded[0] == (("me/small.model",), {"private": True, "exist_ok": True}) and "README.md" in uploaded[1]

@@ -35,19 +35,16 @@ SKIPPED = (("ddp", "muon"), ("fsdp", "adamw"), ("fsdp", "muon"))
 FOUR = World(0, 4, torch.device("cpu"))
 
 
-def test_an_impossible_layout_is_refused() -> None:
+def test_an_impossible_layout_is_refused_and_a_gpu_takes_part_of_a_step_at_once() -> None:
+    for sequences, most, want in ((64, 64, 64), (64, 63, 32), (12, 5, 4), (7, 6, 1), (8, 0.5, 1)):
+        context = int(parallel.TOKENS_PER_PASS / most)
+        assert default_micro_batch(sequences, context, World(0, 1, torch.device("cuda"))) == want
+        assert default_micro_batch(sequences, context, FOUR) == sequences
     for kind, shard, says in (
         ("zero", None, "use one of ddp, fsdp, hsdp"), ("hsdp", 3, "use a divisor of 4"), ("fsdp", 2, "or use parallel=hsdp"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{says}$"):
             Parallel(Decoder(SMALL), FOUR, kind, shard)
-
-
-@pytest.mark.parametrize(("sequences", "most", "want"), [(64, 64, 64), (64, 63, 32), (12, 5, 4), (7, 6, 1), (8, 0.5, 1)])
-def test_a_gpu_takes_part_of_a_step_at_once(sequences: int, most: float, want: int) -> None:
-    context = int(parallel.TOKENS_PER_PASS / most)
-    assert default_micro_batch(sequences, context, World(0, 1, torch.device("cuda"))) == want
-    assert default_micro_batch(sequences, context, FOUR) == sequences
 
 
 def test_processes_that_were_started_differently_do_not_train(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:

@@ -111,7 +111,6 @@ def test_a_wandb_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: py
     for package, mode, says in (
         (stub, "online", "wandb does not start .No API key configured..: run `wandb login`, or use wandb=off"),
         (None, "offline", "pip install wandb"),
-        (None, "on", "use one of off, online, offline"),
     ):
         monkeypatch.setitem(sys.modules, "wandb", package)
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
