@@ -15,7 +15,7 @@ from training.checkpoint import load_run
 
 TASK = ("data=mqar", "data.mqar.keys=16", "data.mqar.values=8", "data.mqar.noise=8", "data.mqar.pairs=2")
 SHAPE = ("size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=88", "batch_tokens=176")
-REST = ("steps=4", "optim.warmup=1", "eval_every=0", "log_every=2", "device=cpu", "dtype=float32")
+REST = ("steps=4", "optim.warmup=1", "eval_tokens=176", "monitor.every=0", "log_every=2", "device=cpu", "dtype=float32")
 
 
 def write(folder: Path, name: str, *runs: str) -> None:

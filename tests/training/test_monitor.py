@@ -162,7 +162,7 @@ def test_training_does_not_notice() -> None:
 
 def test_a_compiled_graph_is_compiled_once() -> None:
     torch._dynamo.reset()
-    model, counter = Decoder(config("diff")), CompileCounter()
+    model, counter = Decoder(config("diff", n_layer=1)), CompileCounter()
     net, monitor = torch.compile(model, backend=counter, dynamic=False), Monitor(model, tokens())
     monitor.read()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Optimizer groups, schedules, checkpoints, metrics."""
+"""Optimizer groups, schedules, checkpoints, metrics; Muon's iteration, which rounds the same on every processor."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,8 +14,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.rotary import RopeScaling
 from tests.variants import VARIANTS, config
-from training import checkpoint, distributed, validation
-from training.distributed import World, pick_dtype
+from training import checkpoint, distributed, metrics, muon, validation
+from training.distributed import World, pick_dtype, slow_bfloat16
 from training.optim import OptimConfig, build_optimizers, check_warmup, decay_start, lr_factor, set_lr, state_tensors
 from training.saver import save
 from training.validation import losses_by_kind
@@ -152,3 +152,60 @@ def test_the_validation_loss_is_without_dropout() -> None:
     model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
     values = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
     assert values[0] == values[1] and model.training
+
+
+def test_memory_is_that_of_this_process_and_stands_in_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1200.0, "mfu": None}
+    for content, gb, says in (("VmHWM:\t 2000000 kB\n", 2.048, "mem 2.05 GB"), ("VmSize:\t 9 kB\n", None, "mem n/a")):
+        (tmp_path / "status").write_text(content)
+        monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
+        assert metrics.memory_gb(torch.device("cpu")) == gb
+        assert says in metrics.log_line(1, 10, 512, line | {"mem_gb": gb})
+
+
+def test_a_peak_belongs_to_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, peak in (
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12), ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A1000", None), ("NVIDIA GB200", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert metrics.peak_flops(torch.device("cuda")) == peak, name
+    assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().double()
+
+
+def newton_schulz(x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz in float64 on one matrix after the other, every product rounded to bfloat16 and nothing else."""
+    (a, b, c), steps, eps = NEWTON_SCHULZ
+    results = []
+    for matrix in x:
+        y = (matrix / matrix.norm().clamp(min=eps)).double()  # the iteration begins with the bfloat16 quotient
+        for _ in range(steps):
+            gram = rounded(y @ y.T)
+            y = rounded(a * y + rounded(b * gram + c * gram @ gram) @ y)
+        results.append(y)
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("slow", (False, True))
+def test_every_product_is_rounded_to_bfloat16(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "slow_bfloat16", lambda device: slow)
+    x = torch.randn(3, 7, 19, generator=torch.Generator().manual_seed(0)).bfloat16()
+    result, expected = muon.orthogonalized(x, *NEWTON_SCHULZ), newton_schulz(x)
+    assert result.dtype == torch.bfloat16
+    assert (result.double() - expected).norm() / expected.norm() < 2e-3  # unrounded products are 0.02 away
+
+
+def test_bfloat16_is_slow_where_onednn_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for supported in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        assert slow_bfloat16(torch.device("cpu")) == (not supported)
+    assert not slow_bfloat16(torch.device("cuda"))  # a card decides for itself

@@ -1,5 +1,6 @@
 """train.py from the outside: one process or two, killed and resumed, given wrong input."""
 
+import importlib.util
 import json
 import os
 import random
@@ -157,3 +158,10 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing_and_a_deleted_one
     monkeypatch.setattr("train.validation_loss", validate)
     assert_one_line_error(typed(*arguments), "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="hydra-optuna-sweeper is installed")
+def test_without_the_package_of_a_search_it_is_named(shards: Path, tmp_path: Path) -> None:
+    command, *overrides = train_arguments(shards, tmp_path / "runs", "steps=2")
+    assert_one_line_error(run_command(command, "-m", "sweep=optuna", *overrides), "pip install hydra-optuna-sweeper")
+    assert not (tmp_path / "runs").exists()
