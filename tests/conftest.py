@@ -30,7 +30,7 @@ WORDS = "the quick brown fox jumps over a lazy dog and one small model learns to
 
 TINY = (
     "size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=64", "batch_tokens=512",
-    "device=cpu", "dtype=float32", "log_every=1", "eval_every=0", "optim.warmup=2",
+    "device=cpu", "dtype=float32", "log_every=1", "eval_every=0", "eval_tokens=1024", "optim.warmup=2",
 )  # fmt: skip
 
 

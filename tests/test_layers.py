@@ -67,10 +67,7 @@ def test_a_layer_imports_only_what_is_below_it(package: str) -> None:
     for path in files:
         layers = {module.split(".")[0] for module, _ in imports(path)} & {*OURS}
         assert layers <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {layers - MAY_IMPORT[package]}"
-
-
-def test_variants_know_the_facade_and_no_kernels() -> None:
-    for variant in VARIANTS.values():
+    for variant in VARIANTS.values() if package == "model" else ():  # they know the facade and no kernels
         for module, names in imports(ROOT / f"{variant.__module__.replace('.', '/')}.py"):
             assert not {"kernels", "reference"} & {*module.split("."), *names}, f"{variant.__name__}: {module} {names}"
 

@@ -51,10 +51,9 @@ def test_new_code_makes_a_version_dirty_and_another_repository_s_commit_is_none(
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert version() == "unknown"
 
-
-def test_a_git_that_hangs_does_not_stop_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(command: list[str], timeout: float, **how: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
+    monkeypatch.setattr(provenance, "ROOT", root)
     monkeypatch.setattr(subprocess, "run", hangs)
     assert version() == "unknown"

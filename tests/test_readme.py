@@ -21,29 +21,18 @@ DOCUMENTS = {
 CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 
-def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> None:
-    readme = DOCUMENTS["README.md"]
-    assert len(readme.split()) <= 1200
-    first = "\n".join(readme.splitlines()[:15])
-    assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
-
-
-def test_the_pages_are_short() -> None:
+def test_the_pages_are_short_and_the_first_screen_has_what_a_stranger_needs() -> None:
     """25,000 words in README.md and docs/*.md, of them so many in the long ones; a bar of a table is no word."""
-    words = {
-        name: sum(any(map(str.isalnum, word)) for word in text.split())
-        for name, text in DOCUMENTS.items()
-        if name.count("/") < 2 and name != "CONTRIBUTING.md"
-    }
+    first = "\n".join(DOCUMENTS["README.md"].splitlines()[:15])
+    assert len(DOCUMENTS["README.md"].split()) <= 1200
+    assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
+    pages = {name: text for name, text in DOCUMENTS.items() if name.count("/") < 2 and name != "CONTRIBUTING.md"}
+    words = {name: sum(any(map(str.isalnum, word)) for word in text.split()) for name, text in pages.items()}
     assert len(words) > 10 and sum(words.values()) <= 25_000, words
     for name, most in {"METHODS": 7500, "PERFORMANCE": 2500, "LOG": 3500}.items():
         assert words[f"docs/{name}.md"] <= most
-
-
-def test_results_are_short() -> None:
-    """An index of 3,500 words and a page of 600 a study, in short paragraphs and cells."""
-    pages = {name: text for name, text in DOCUMENTS.items() if name.startswith("docs/results/") or name == "docs/RESULTS.md"}
-    for name, text in pages.items():
+    for name in (name for name in DOCUMENTS if name.startswith("docs/results/") or name == "docs/RESULTS.md"):
+        text = DOCUMENTS[name]
         assert len(text.split()) <= (3500 if name == "docs/RESULTS.md" else 600), name
         prose = re.sub(r"```.*?```|<!-- .*?<!-- end -->|^\|.*?$|<p>.*?</p>", "", text, flags=re.DOTALL | re.MULTILINE)
         for paragraph in re.split(r"\n\n|\n- ", prose):
@@ -56,9 +45,9 @@ def test_the_tables_are_those_under_results() -> None:
     assert sum("<!-- rows of" in text for text in DOCUMENTS.values()) > 10
     for document, text in DOCUMENTS.items():
         for name, table in re.findall(r"<!-- ([\w/]+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
-            own = ROOT / "docs" / "results" / name
+            folder = ROOT / "docs" / "results" / name
             tables = ("report.md", "table.md", "conversions.md", "lambdas.md", "ngrams.md", "survival.md", "two_maps.md")
-            places = (*(own / table for table in tables), own.with_suffix(".md"))
+            places = (*(folder / table for table in tables), folder.with_suffix(".md"))
             (file,) = (place for place in places if place.is_file())
             assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"
         for name, rows in re.findall(r"<!-- rows of ([\w.]+) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
@@ -95,21 +84,21 @@ def test_the_example_of_a_variant_is_the_code() -> None:
     assert bare(example) in code
 
 
-@pytest.mark.parametrize("group", ("size", "data", "optim"))  # a new variant needs no line in a document
-def test_every_option_of_a_group_is_named(group: str) -> None:
-    row = re.search(rf"`{group}=` (.*)", DOCUMENTS["docs/training.md"]).group(1)
-    for path in (ROOT / "configs" / group).glob("*.yaml"):
-        assert re.search(rf"\b{path.stem}\b", row), f"docs/training.md's list of {group}= lacks {path.stem}"
-
-
-def test_every_experiment_is_named() -> None:
-    """And every name has its file. A user's own file needs no line in a document."""
+def test_every_experiment_and_option_is_named_and_pages_have_commands_that_ci_runs() -> None:
+    """And every name has its file. A user's own file, and a new variant, need no line in a document."""
     table = DOCUMENTS["docs/ablations.md"].partition("| experiment | arms |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(named) == sorted(EXPERIMENTS)
     for name in named:
         assert (ROOT / "configs" / "ablations" / "experiment" / f"{name}.yaml").is_file(), name
+    for group in ("size", "data", "optim"):
+        row = re.search(rf"`{group}=` (.*)", DOCUMENTS["docs/training.md"]).group(1)
+        for path in (ROOT / "configs" / group).glob("*.yaml"):
+            assert re.search(rf"\b{path.stem}\b", row), f"docs/training.md's list of {group}= lacks {path.stem}"
+    for page in ("training", "data", "evaluation", "ablations", "interop"):
+        assert re.search(CI_BLOCK, DOCUMENTS[f"docs/{page}.md"], flags=re.DOTALL)
+    assert "docs/*.md" in (ROOT / ".ci" / "readme").read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -122,14 +111,8 @@ def test_every_link_leads_somewhere(document: str) -> None:
             assert target.exists(), f"{document} links to {link}"
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
-                found = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-                assert anchor in found, f"{document} links to {link}, a heading that {target.name} lacks"
-
-
-@pytest.mark.parametrize("page", ("training", "data", "evaluation", "ablations", "interop"))
-def test_every_how_to_page_has_commands_that_ci_runs(page: str) -> None:
-    assert re.search(CI_BLOCK, DOCUMENTS[f"docs/{page}.md"], flags=re.DOTALL)
-    assert "docs/*.md" in (ROOT / ".ci" / "readme").read_text()
+                anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in anchors, f"{document} links to {link}, a heading that {target.name} lacks"
 
 
 def written_commands() -> dict[str, str]:

@@ -32,44 +32,41 @@ def test_arms_of_one_label_have_names_and_differences():
     runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]
     arms = arms_of(runs)
     assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
+    assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "y/n", "m"]
+    assert len(labels(["/a/n", "/a/n"])) == 2
     rows = [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")]
     assert [(one.arm, round(one.mean, 3)) for one in differences(arms, rows)] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("label", "configs", "names"),
-    [  # seeds may be read from elsewhere, or start from one run each; a name has no part of a seed, and a null is no key
-        ("diff-s1{}", [{"data": {"path": "a/b", "streaming": True}}, {"data": {"path": "c/b", "streaming": False}}], ["diff"]),
-        ("x-s{}", [{"init_from": "runs/pretrain-s1"}, {"init_from": "runs/pretrain-s2"}], ["diff"]),
-        ("x-s{}", [{"init_from": "runs/a/seed=1"}, {"init_from": "runs/a/seed=2"}], ["diff"]),
-        ("x-s{}", [{"init_from": "runs/steps100"}, {"init_from": "runs/steps200"}], ["x-s1", "x-s2"]),
-        ("x-s{}", [{"optim": {"newer": {"option": None}}}, {"optim": {"newer": {}}}], ["diff"]),
-    ],
-)
-def test_what_makes_two_runs_one_arm(label, configs, names):
-    arms = arms_of([made_up(label.format(seed), seed, 3.0, config) for seed, config in enumerate(configs, 1)])
-    assert [arm.name for arm in arms] == names
+def test_what_makes_two_runs_one_arm():
+    """Seeds may be read from elsewhere, or start from one run each; a name has no part of a seed, and a null is no key."""
+    for label, configs, names in (
+        ("diff-s1{}", [{"data": {"path": f"{disk}/b", "streaming": disk == "a"}} for disk in "ac"], ["diff"]),
+        ("x-s{}", [{"init_from": f"runs/pretrain-s{seed}"} for seed in (1, 2)], ["diff"]),
+        ("x-s{}", [{"init_from": f"runs/a/seed={seed}"} for seed in (1, 2)], ["diff"]),
+        ("x-s{}", [{"init_from": f"runs/steps{steps}"} for steps in (100, 200)], ["x-s1", "x-s2"]),
+        ("x-s{}", [{"optim": {"newer": newer}} for newer in ({"option": None}, {})], ["diff"]),
+    ):
+        arms = arms_of([made_up(label.format(seed), seed, 3.0, config) for seed, config in enumerate(configs, 1)])
+        assert [arm.name for arm in arms] == names
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second", "differ"),
-    [
+def test_what_was_measured_is_compared_and_not_only_the_settings(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1, 3: 2.2})
+    for name, first, second, differ in (
         ("outliers", {"length": 128, "windows": 7}, {"length": 256, "windows": 7}, "length"),
         ("quantization", {"sha256": "a"}, {"sha256": "b"}, "the text"),
         ("icl", {"shots": [{"shots": 1}, {"shots": 8}]}, {"shots": [{"shots": 1}, {"shots": 4}]}, "shots"),
         ("needle_passkey", {"cells": [{"length": 128, "depth": 0}]}, {"cells": [{"length": 256, "depth": 0}]}, "cells"),
-    ],
-)
-def test_what_was_measured_is_compared_and_not_only_the_settings(seeded, name, first, second, differ):
-    folders = seeded("b", {1: 2.0, 2: 2.1, 3: 2.2})
-    for folder, results in zip(folders, ({}, first, first), strict=True):  # an older result does not say it
-        further(folder, name, results)
-    read_runs([str(folder) for folder in folders])
-    further(folders[2], name, second)
-    with pytest.raises(
-        ValueError, match=f"s2 and .*s3 ran eval.{command_of(name)} on different text.*; they differ in {differ}$"
     ):
+        for folder, results in zip(folders, ({}, first, first), strict=True):  # an older result does not say it
+            further(folder, name, results)
         read_runs([str(folder) for folder in folders])
+        further(folders[2], name, second)
+        says = f"s2 and .*s3 ran eval.{command_of(name)} on different text.*; they differ in {differ}$"
+        with pytest.raises(ValueError, match=says):
+            read_runs([str(folder) for folder in folders])
+        further(folders[2], name, first)
 
 
 def test_a_file_under_two_spellings_is_one_file(seeded):
@@ -114,8 +111,3 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
     (two / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{two}]")
     assert not (tmp_path / "r.html").exists() and not (tmp_path / "figures").exists()
-
-
-def test_labels_are_as_long_as_folders_of_one_name_need():
-    assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "y/n", "m"]
-    assert len(labels(["/a/n", "/a/n"])) == 2

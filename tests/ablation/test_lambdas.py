@@ -23,16 +23,13 @@ def of(first: float, second: float) -> dict[str, float]:
     return {"monitor_s": 0.1, **other, "monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
 
 
-def test_the_last_reading_counts_and_layers_are_numbers(tmp_path: Path) -> None:
-    assert last_lambdas(read_json_lines(write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4)))) == {0: -0.3, 10: 1.4}
+def test_the_last_reading_counts_and_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
+    for seed, reading in enumerate([of(-0.3, 1.4), of(0.5, 0.2), of(-4e8, 1.0)], 1):
+        path = write(tmp_path / f"diff-s{seed}", of(0.1, 0.2), reading)
+    assert last_lambdas(read_json_lines(path)) == {0: -4e8, 10: 1.0}
     diverged = write(tmp_path / "diverged", of(0.1, 0.2), {"monitor_s": 0.1, "monitor/layer_10/lambda": 0.4})
     assert last_lambdas(read_json_lines(diverged)) == {10: 0.4}
     assert last_lambdas(read_json_lines(tmp_path / "none")) == {}
-
-
-def test_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
-    for seed, reading in enumerate([of(-0.3, 1.4), of(0.5, 0.2), of(-4e8, 1.0)], 1):
-        write(tmp_path / f"diff-s{seed}", reading)
     write(tmp_path / "baseline-s1", {"monitor/layer_0/entropy": 2.0})
     seeds = {"baseline": [1], "diff": [1, 2, 3, 4]}
     arms = [{"name": arm, "runs": [{"run": f"{arm}-s{seed}"} for seed in seeds[arm]]} for arm in seeds]

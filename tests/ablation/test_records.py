@@ -87,36 +87,25 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     assert not describes({"config": warm}, config)
 
 
-@pytest.mark.parametrize(
-    ("text", "file"),
-    (
+def test_every_evaluation_of_a_run_can_be_named_and_its_file_is_known_before_it_runs() -> None:
+    written = {path.stem for path in (ROOT / "eval").glob("*.py") if "common.write_result(" in path.read_text()}
+    assert set(OF_A_RUN) == written
+    for text, file in (
         ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
         ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
         ("needle", "needle"),
-        ("quantization", "quantization"),
-    ),
-)
-def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
-    assert read_evaluation(text).file == file
+    ):
+        assert read_evaluation(text).file == file
 
 
-def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others() -> None:
-    numbers = {"a": [1.2345678901234e-9, {"b": 0.12345678901234}], "accuracy": 0.2763671875, "tokens": 123456789012}
-    short = {"a": [1.234568e-9, {"b": 0.1234568}], "text": "0.12345678901234", "none": None}
-    texts = {"text": "0.12345678901234", "none": None}
-    assert rounded(numbers | texts) == numbers | short == rounded(numbers | short)
-
-
-def test_every_evaluation_of_a_run_can_be_named() -> None:
-    written = {path.stem for path in (ROOT / "eval").glob("*.py") if "common.write_result(" in path.read_text()}
-    assert set(OF_A_RUN) == written
-
-
-def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:
+def test_a_curve_is_thinned_once_and_keeps_its_ends_and_numbers_seven_digits() -> None:
     lines = [{"step": step} for step in range(1, 121)]
     kept = thinned(lines)
     assert kept[0]["step"] == 1 and kept[-1]["step"] == 120 and POINTS // 2 < len(kept) <= POINTS + 1
     assert thinned(kept) == kept and thinned(lines[:1]) == lines[:1] and thinned([]) == []
+    others = {"accuracy": 0.2763671875, "tokens": 123456789012, "text": "0.12345678901234", "none": None}
+    short = {"a": [1.234568e-9, {"b": 0.1234568}]} | others
+    assert rounded({"a": [1.2345678901234e-9, {"b": 0.12345678901234}]} | others) == short == rounded(short)
 
 
 def test_published_records_are_compressed_and_a_damaged_file_is_named(tmp_path: Path) -> None:

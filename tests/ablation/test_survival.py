@@ -19,12 +19,19 @@ PLACEBO_TIMES = [1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 
 MP, PLACEBO = list(zip(MP_TIMES, map(bool, MP_SEEN), strict=True)), [(time, True) for time in PLACEBO_TIMES]
 
 
-def test_kaplan_meier_by_hand() -> None:
+def test_kaplan_meier_by_hand_log_rank_and_arrival() -> None:
     """Times 1, 2, 2+, 3, 4+: at risk 5, 4, 2, so 4/5, 4/5 * 3/4, 3/5 * 1/2."""
     curve = kaplan_meier([(1, True), (2, True), (2, False), (3, True), (4, False)])
     assert (curve["n"], curve["arrived"], curve["times"]) == (5, 3, [1, 2, 3])
     assert curve["share"] == pytest.approx([4 / 5, 3 / 5, 3 / 10])
     assert curve["median"] == 3
+    nobody = kaplan_meier([(5, False), (5, False)])
+    assert nobody["median"] is None and nobody["times"] == []
+    assert log_rank([(5, False)], [(6, False)]) == {"chi_square": 0.0, "p": 1.0}
+    test = log_rank(MP, PLACEBO)  # of the textbook
+    assert test["chi_square"] == pytest.approx(16.79, abs=0.005) and test["p"] == pytest.approx(4.17e-5, rel=0.01)
+    lines = [{"tokens": 100 * i, "needle_acc": share} for i, share in enumerate([0, 0.2, 0.5, 0.4, 0.95])]
+    assert [arrival(lines, level) for level in (0.5, 0.9, 0.99)] == [(200, True), (400, True), (400, False)]
     # Greenwood by hand at time 2: 1/(5*4) + 1/(4*3) = 2/15; on the log-log scale
     reach = 1.959964 * math.sqrt(2 / 15) / -math.log(3 / 5)
     assert curve["share_low"][1] == pytest.approx((3 / 5) ** math.exp(reach))
@@ -32,29 +39,11 @@ def test_kaplan_meier_by_hand() -> None:
     assert all(low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True))
 
 
-def test_log_rank_of_the_textbook() -> None:
-    test = log_rank(MP, PLACEBO)
-    assert test["chi_square"] == pytest.approx(16.79, abs=0.005) and test["p"] == pytest.approx(4.17e-5, rel=0.01)
-
-
-def test_nobody_arrived() -> None:
-    curve = kaplan_meier([(5, False), (5, False)])
-    assert curve["median"] is None and curve["times"] == []
-    assert log_rank([(5, False)], [(6, False)]) == {"chi_square": 0.0, "p": 1.0}
-
-
-def write(folder: Path, accuracies: list[float]) -> Path:
+def write(folder: Path, accuracies: list[float]) -> None:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "tokens": 0, "params": 1}]
     lines += [{"step": i, "tokens": 100 * i, "needle_acc": a} for i, a in enumerate(accuracies)]
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_arrival(tmp_path: Path) -> None:
-    lines = list(read_json_lines(write(tmp_path / "run", [0, 0.2, 0.5, 0.4, 0.95])))[1:]
-    assert [arrival(lines, level) for level in (0.5, 0.9, 0.99)] == [(200, True), (400, True), (400, False)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:

@@ -25,25 +25,26 @@ def bowl(best_muon: float, best_lr: float) -> Callable[[float, float], float]:
     return lambda muon, lr: 4 + math.log(muon / best_muon) ** 2 + 0.3 * math.log(lr / best_lr) ** 2
 
 
-def test_the_best_of_a_bowl_is_found_with_a_fixed_budget() -> None:
+def test_the_best_of_a_bowl_needs_a_fixed_budget_and_at_the_edge_a_wider_grid() -> None:
     scores, rounds = search(CFG, bowl(0.0141, 0.006 / 1.9))
     assert rounds == [4, 2, 2]
     result = tuned(CFG, scores)
     assert result.best == {"optim.muon_lr": 0.0141, "optim.lr": 0.003} and not result.widened and not result.edge
     assert len(result.scores) == 8 == CFG.fewest
-
-
-@pytest.mark.parametrize(("best", "widened", "at"), ((0.05, 1, 0.0566), (0.08, 2, 0.08), (0.0025, 2, 0.0025)))
-def test_a_best_value_at_the_edge_widens_the_grid(best: float, widened: int, at: float) -> None:
-    result = tuned(CFG, search(CFG, bowl(best, 0.003))[0])
-    assert result.best["optim.muon_lr"] == at and result.widened == widened and not result.edge
-
-
-def test_after_two_widenings_the_edge_is_named() -> None:
+    for best, widened, at in ((0.05, 1, 0.0566), (0.08, 2, 0.08), (0.0025, 2, 0.0025)):
+        result = tuned(CFG, search(CFG, bowl(best, 0.003))[0])
+        assert result.best["optim.muon_lr"] == at and result.widened == widened and not result.edge
     result = tuned(CFG, search(CFG, bowl(10.0, 0.003))[0])
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
     notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}, CFG))
     assert "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
+    shorter = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
+    assert in_title(shorter, CFG, 2000) == ", tuned with one seed and by trials of 25% of the runs' length"
+    assert in_title(shorter, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
+    assert tuning_notes({}, CFG)[0].startswith("Untuned")
+    cfg = replace(CFG, full=True, refine=[])  # all combinations are the same for every arm
+    scores, rounds = search(cfg, bowl(10.0, 0.003))
+    assert rounds == [12] == [cfg.fewest] and tuned(cfg, scores).edge == ["optim.muon_lr"]
 
 
 def test_an_arm_whose_trials_all_diverged_is_refused_unless_an_exchange_helps() -> None:
@@ -103,31 +104,15 @@ def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it()
     assert "3 seeds solve the task" in tuning_notes({"a": tuned(cfg, scores | {(0.024,): score(cfg, jumps)})}, cfg)[0]
 
 
-def test_all_combinations_are_the_same_for_every_arm() -> None:
-    cfg = replace(CFG, full=True, refine=[])
-    scores, rounds = search(cfg, bowl(10.0, 0.003))
-    assert rounds == [12] == [cfg.fewest] and tuned(cfg, scores).edge == ["optim.muon_lr"]
-
-
-def test_the_title_says_when_trials_are_shorter_than_the_runs_or_of_one_seed() -> None:
-    results = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
-    assert in_title(results, CFG, 2000) == ", tuned with one seed and by trials of 25% of the runs' length"
-    assert in_title(results, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
-    assert tuning_notes({}, CFG)[0].startswith("Untuned")
-
-
-@pytest.mark.parametrize(
-    ("cfg", "says"),
-    (
-        (TuneConfig(["optim.lr"], [[0.01]]), "two or more values"),
-        (TuneConfig(["optim.lr"], [[0.02, 0.01]]), "rising"),
-        (TuneConfig(["optim.lr"], [[0.0, 0.01]]), "above 0"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], refine=["optim.x"]), "tune.refine has optim.x"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[1]), "seeds of the comparison"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "is empty"),
-        (TuneConfig(["optim.lr"], []), "one list for each key"),
-    ),
-)
-def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check(cfg, [1, 2])
+def test_grids_that_decide_nothing_are_refused() -> None:
+    for values, more, says in (
+        ([[0.01]], {}, "two or more values"),
+        ([[0.02, 0.01]], {}, "rising"),
+        ([[0.0, 0.01]], {}, "above 0"),
+        ([[0.01, 0.02]], {"refine": ["optim.x"]}, "tune.refine has optim.x"),
+        ([[0.01, 0.02]], {"seeds": [1]}, "seeds of the comparison"),
+        ([[0.01, 0.02]], {"seeds": []}, "is empty"),
+        ([], {}, "one list for each key"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            check(TuneConfig(["optim.lr"], values, **more), [1, 2])

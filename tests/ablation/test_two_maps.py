@@ -9,12 +9,13 @@ import pytest
 from ablation import two_maps
 from ablation.two_maps import TwoMapsConfig, over_runs, table
 from eval.mqar import MqarEvalConfig, evaluate
-from tests.conftest import run_command
+from tests.training import processes
+from tests.training.test_train import ALONE
 from training.checkpoint import load_run
 
 TASK = ("data=mqar", "data.mqar.keys=16", "data.mqar.values=8", "data.mqar.noise=8", "data.mqar.pairs=2")
 SHAPE = ("size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=88", "batch_tokens=176")
-REST = ("steps=4", "optim.warmup=1", "eval_every=0", "log_every=2", "device=cpu", "dtype=float32")
+REST = ("steps=4", "optim.warmup=1", "eval_tokens=176", "monitor.every=0", "log_every=2", "device=cpu", "dtype=float32")
 
 
 def write(folder: Path, name: str, *runs: str) -> None:
@@ -36,8 +37,7 @@ def test_every_kept_checkpoint_is_read(tmp_path: Path, call: Callable[..., None]
     assert "has no results.json" in refused(two_maps, f"ablation={tmp_path}")
     for seed in (1, 2):
         keep = ("checkpoint.every=2", "checkpoint.keep=0", f"seed={seed}", f"run_dir={tmp_path / f'diff-s{seed}'}")
-        done = run_command("train.py", "model=diff", *TASK, *SHAPE, *REST, *keep)
-        assert done.returncode == 0, done.stderr
+        processes.train(ALONE, "model=diff", *TASK, *SHAPE, *REST, *keep)
     write(tmp_path, "diff", "diff-s1", "diff-s2")
     call(two_maps, f"ablation={tmp_path}", f"out={tmp_path / 'out'}", "samples=4", "share=0.5")
     content = json.loads((tmp_path / "out" / "two_maps.json").read_text())

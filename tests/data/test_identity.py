@@ -12,35 +12,22 @@ from data.shards import META
 LINES = "".join(json.dumps({"text": f"Document {i}. " + "word " * 2000}) + "\n" for i in range(120))  # over a MiB
 
 
-@pytest.fixture
-def cfg(tmp_path: Path) -> DataConfig:
-    return DataConfig("mine", "text", tokenizer=TokenizerConfig("bytes"), dir=str(tmp_path / "shards"), val_fraction=0.2)
-
-
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, Path]:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(LINES)
-    return {"path": str(path)}, path
-
-
-def hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, Path]:
-    datasets = pytest.importorskip("datasets", reason="optional package datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    _, path = text(tmp_path, monkeypatch)
-    return {"source": "hf", "dataset": "json", "data_files": str(path)}, path
-
-
 def patch(path: Path, position: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(position)
         file.write(content)
 
 
-@pytest.mark.parametrize("source", [text, hugging_face])
-def test_another_text_of_the_same_size_is_not_already_prepared(cfg, tmp_path, source, monkeypatch):
+@pytest.mark.parametrize("source", ["text", "hf"])
+def test_another_text_of_the_same_size_is_not_already_prepared(tmp_path, source, monkeypatch):
     """A set of an earlier version, whose meta.json does not say the content, is compared by what it says."""
-    options, path = source(tmp_path, monkeypatch)
-    cfg = replace(cfg, **options)
+    path, sizes = tmp_path / "mine.jsonl", {"dir": str(tmp_path / "shards"), "val_fraction": 0.2}
+    path.write_text(LINES)
+    cfg = DataConfig("mine", "text", tokenizer=TokenizerConfig("bytes"), path=str(path), **sizes)
+    if source == "hf":
+        datasets = pytest.importorskip("datasets", reason="optional package datasets is not installed")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        cfg = replace(cfg, source="hf", dataset="json", data_files=str(path), path=None)
     meta = prepare(cfg)
     assert prepare(cfg) == meta
     changed = path.read_bytes()

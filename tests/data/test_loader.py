@@ -19,18 +19,12 @@ def windows(tmp_path_factory) -> Windows:
     return Windows([Shard(folder / "0.bin"), Shard(folder / "1.bin")], LENGTH)
 
 
-class Counting:
-    """A source whose samples hold their number."""
-
-    def sample(self, index: int, seed: int) -> np.ndarray:
-        return np.full(LENGTH + 1, index)
-
-
 def test_permute_shuffles():
-    n = 10_000
+    n = 4_000
+    assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6
     order, other = (np.array([permute(i, n, seed) for i in range(n)]) for seed in (1, 2))
-    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.04
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.04
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.06
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
     assert (order == other).sum() < 20
     first = Counter(permute(0, 5, seed) for seed in range(5000))  # every place is about equally likely
     assert all(850 < count < 1150 for count in first.values())
@@ -51,15 +45,11 @@ def test_epochs_are_without_replacement_and_reshuffled(windows):
     assert epochs[0] != [int(windows.sample(i, seed=6)[0]) for i in range(37)]
 
 
-def test_a_text_too_short_for_one_window(tmp_path):
+def test_a_text_too_short_for_one_window_and_batches_that_do_not_divide_are_refused(windows, tmp_path):
     write_shard(tmp_path / "a.bin", np.arange(8), vocab_size=10, fingerprint="0" * 64)
     assert len(Windows([Shard(tmp_path / "a.bin")], 7)) == 1
-    with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7") as caught:
+    with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7[^\n]*$"):
         Windows([Shard(tmp_path / "a.bin")], 8)
-    assert "\n" not in str(caught.value)
-
-
-def test_batches_that_do_not_divide_are_refused(windows):
     with pytest.raises(ValueError, match="12 samples does not divide over 5 processes"):
         Loader(windows, 12, LENGTH, 0, world=5)
     with pytest.raises(ValueError, match="micro batches of 5: use micro_batch=4"):
@@ -74,8 +64,7 @@ def test_prefetcher_gives_the_same_batches_in_any_order(windows):
     ahead.close()
 
 
-@pytest.mark.parametrize("weights", [[100], [50, 50], [33, 33, 34], [1, 99], [0, 100], [7, 13, 80]])
-def test_mixture_proportions_are_exact(weights):
+def test_mixture_proportions_are_exact(windows):
     class Labelled:
         def __init__(self, label: int) -> None:
             self.label = label
@@ -83,21 +72,15 @@ def test_mixture_proportions_are_exact(weights):
         def sample(self, index: int, seed: int) -> np.ndarray:
             return np.array([self.label, index])
 
-    mixture = Mixture([(Labelled(i), weight) for i, weight in enumerate(weights)])
-    drawn = [mixture.sample(i, 0).tolist() for i in range(300)]
-    assert [Counter(label for label, _ in drawn[:100])[i] for i in range(len(weights))] == weights
-    for i, weight in enumerate(weights):
-        assert [index for label, index in drawn if label == i] == list(range(3 * weight))  # no gaps, no repeats
-    for start in range(200):  # evenly spread: no stretch of 20 is far from its share
-        counts = Counter(label for label, _ in drawn[start : start + 20])
-        assert all(abs(counts[i] - weight / 5) <= 2 for i, weight in enumerate(weights))
-
-
-def test_equal_sources_of_a_mixture_do_not_walk_in_step(windows):
-    mixture = Mixture([(windows, 50), (windows, 50)])
-    drawn = np.array([mixture.sample(i, 0)[0] for i in range(60)])
-    assert (drawn[0::2] == drawn[1::2]).sum() < 10
-
-
-def test_hash_seed_depends_on_every_value_and_their_order():
-    assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6
+    for weights in ([100], [50, 50], [33, 33, 34], [1, 99], [0, 100], [7, 13, 80]):
+        mixture = Mixture([(Labelled(i), weight) for i, weight in enumerate(weights)])
+        drawn = [mixture.sample(i, 0).tolist() for i in range(300)]
+        assert [Counter(label for label, _ in drawn[:100])[i] for i in range(len(weights))] == weights
+        for i, weight in enumerate(weights):
+            assert [index for label, index in drawn if label == i] == list(range(3 * weight))  # no gaps, no repeats
+        for start in range(200):  # evenly spread: no stretch of 20 is far from its share
+            counts = Counter(label for label, _ in drawn[start : start + 20])
+            assert all(abs(counts[i] - weight / 5) <= 2 for i, weight in enumerate(weights))
+    equal = Mixture([(windows, 50), (windows, 50)])
+    drawn = np.array([equal.sample(i, 0)[0] for i in range(60)])
+    assert (drawn[0::2] == drawn[1::2]).sum() < 10  # they do not walk in step

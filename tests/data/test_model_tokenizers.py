@@ -10,21 +10,12 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import prepare
-from data.tokenizer import SAMPLE, FolderTokenizer, Tokenizer, build_tokenizer, load_tokenizer, read_tokenizer
+from data.tokenizer import SAMPLE, FolderTokenizer, build_tokenizer, load_tokenizer, read_tokenizer
 from data.tokenizer_export import export_tokenizer
+from tests.data.test_tokenizer import split_by
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 MORE = ["", "<s>written out</s> <|endoftext|>", "a" * 300, "   \n\n \t x\n" * 5, "end   ", SAMPLE]
-
-# tiktoken's split patterns of cl100k_base and o200k_base (tiktoken_ext/openai_public.py).
-CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
-    r"""\s*[\r\n]|\s+(?!\S)|\s"""
-)
-WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-O200K = "|".join(
-    (WORD % ("*", "+"), WORD % ("+", "*"), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
-)
 
 
 def sentencepiece(corpus: list[str]) -> HFTokenizer:
@@ -102,7 +93,7 @@ def test_a_folders_tokenizer_is_one_of_ours(folder: Path, texts: list[str]) -> N
     assert tokenizer.decode([tokenizer.encode("\U0001f642")[-1]]) == "\ufffd"  # the last of its bytes
 
 
-def test_a_run_keeps_a_folders_tokenizer(folder: Path, texts: list[str], tmp_path: Path) -> None:
+def test_a_run_keeps_a_folders_tokenizer_and_data_is_prepared_with_it(folder: Path, texts: list[str], tmp_path: Path) -> None:
     tokenizer = read_tokenizer(folder)
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -114,14 +105,10 @@ def test_a_run_keeps_a_folders_tokenizer(folder: Path, texts: list[str], tmp_pat
     with pytest.raises(ValueError, match="fingerprint"):
         load_tokenizer(tmp_path)
 
-
-def test_data_is_prepared_with_a_folders_tokenizer(folder: Path, texts: list[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(texts[:2]) * 20)
     cfg = DataConfig(name="mine", source="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "shards"))
-    cfg.tokenizer = TokenizerConfig("hf", path=str(folder))
-    cfg.val_fraction = 0.1
+    cfg.tokenizer, cfg.val_fraction = TokenizerConfig("hf", path=str(folder)), 0.1
     meta = prepare(cfg)
-    tokenizer = read_tokenizer(folder)
     assert meta["tokenizer"]["fingerprint"] == tokenizer.fingerprint == load_tokenizer(cfg.dir).fingerprint
     assert prepare(cfg) == meta
     cfg.tokenizer.path = "another"
@@ -129,25 +116,17 @@ def test_data_is_prepared_with_a_folders_tokenizer(folder: Path, texts: list[str
         prepare(cfg)
 
 
-def named(name: str, request: pytest.FixtureRequest) -> Tokenizer:
-    if name == "bytes":
-        return build_tokenizer(TokenizerConfig("bytes"))
-    if name == "folder":
-        return read_tokenizer(request.getfixturevalue("sentencepiece_folder"))
-    if name in ("bpe", "gpt2"):
-        return request.getfixturevalue(name)
-    ranks = request.getfixturevalue("bpe").encoding._mergeable_ranks
-    pattern = {"cl100k": CL100K, "o200k": O200K}[name]
-    special = {"<|fim_prefix|>": 720, "<|endoftext|>": 710}  # ids with gaps before them, as cl100k_base has
-    return Tokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
-
-
-@pytest.mark.parametrize("name", ("bytes", "bpe", "gpt2", "cl100k", "o200k", "folder"))
+@pytest.mark.parametrize("name", ("bytes", "bpe", "gpt2", "cl100k_base", "o200k_base", "folder"))
 def test_autotokenizer_gives_our_ids(
     name: str, texts: list[str], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-    tokenizer = named(name, request)
+    if name == "folder":
+        tokenizer = read_tokenizer(request.getfixturevalue("sentencepiece_folder"))
+    elif name == "bytes":
+        tokenizer = build_tokenizer(TokenizerConfig("bytes"))
+    else:
+        tokenizer = split_by(name, monkeypatch) if name.endswith("_base") else request.getfixturevalue(name)
     export_tokenizer(tokenizer, tmp_path, 99_999)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*texts, *MORE, Path(__file__).read_text()]:
@@ -161,14 +140,7 @@ def test_autotokenizer_gives_our_ids(
     assert read_tokenizer(tmp_path).name == "hf"
 
 
-def test_a_split_that_cannot_be_repeated_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = build_tokenizer(TokenizerConfig("bytes"))
-    monkeypatch.setattr(tokenizer, "encode", lambda text: [1, 2])
-    with pytest.raises(ValueError, match="tokenizer=false"):
-        export_tokenizer(tokenizer, tmp_path, 10)
-
-
-def test_wrong_folders_are_one_line(byte_level_folder: Path, tmp_path: Path) -> None:
+def test_wrong_folders_are_one_line(byte_level_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = HFTokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     words.add_special_tokens(["[SEP]"])
@@ -192,21 +164,18 @@ def test_wrong_folders_are_one_line(byte_level_folder: Path, tmp_path: Path) -> 
     special = next(iter(hf.get_added_tokens_decoder()))
     (nameless / "config.json").write_text(json.dumps({"bos_token_id": None, "eos_token_id": [special, 3]}))
     assert read_tokenizer(nameless).eot == special
+    hf.model.dropout = 0.5  # is off
+    tokenizer = read_tokenizer(folder_of(hf, tmp_path / "dropout", eos_token="<|endoftext|>"))
+    assert len({tuple(tokenizer.encode("the tokenizers of the text")) for _ in range(20)}) == 1
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [1, 2])
+    with pytest.raises(ValueError, match="tokenizer=false"):  # a split that cannot be repeated
+        export_tokenizer(tokenizer, tmp_path, 10)
     for cfg in (TokenizerConfig("hf"), TokenizerConfig("gpt2", path=str(byte_level_folder))):
         with pytest.raises(ValueError, match="give both"):
             build_tokenizer(cfg)
 
 
-def test_dropout_is_off(byte_level_folder: Path, tmp_path: Path) -> None:
-    hf = HFTokenizer.from_file(str(byte_level_folder / "tokenizer.json"))
-    hf.model.dropout = 0.5
-    tokenizer = read_tokenizer(folder_of(hf, tmp_path, eos_token="<|endoftext|>"))
-    assert len({tuple(tokenizer.encode("the tokenizers of the text")) for _ in range(20)}) == 1
-
-
-def test_tokens_that_do_not_hold_the_text_are_refused(
-    sentencepiece_folder: Path, byte_level_folder: Path, tmp_path: Path, capsys
-) -> None:
+def test_tokens_that_do_not_hold_the_text_are_refused(sentencepiece_folder: Path, tmp_path: Path) -> None:
     """Without a token for a space, spaces become <unk>, whose bytes are not those of the text."""
     content = json.loads((sentencepiece_folder / "tokenizer.json").read_text())
     content["model"]["byte_fallback"] = False
@@ -217,10 +186,3 @@ def test_tokens_that_do_not_hold_the_text_are_refused(
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     with pytest.raises(ValueError, match="changes the text: .* use a byte-level tokenizer"):
         read_tokenizer(tmp_path)
-    lower = HFTokenizer.from_file(str(byte_level_folder / "tokenizer.json"))
-    lower.normalizer = normalizers.Lowercase()
-    (tmp_path / "text.txt").write_text("A Text. " * 100)
-    cfg = DataConfig(name="mine", source="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "shards"))
-    cfg.tokenizer = TokenizerConfig("hf", path=str(folder_of(lower, tmp_path / "lower", eos_token="<|endoftext|>")))
-    prepare(cfg)
-    assert "this tokenizer changes the text, for example its case" in capsys.readouterr().out

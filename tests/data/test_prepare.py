@@ -6,7 +6,7 @@ import json
 import os
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def cfg(tmp_path) -> DataConfig:
     return DataConfig("mine", "text", str(path), tokenizer=TokenizerConfig("bytes"), dir=str(tmp_path / "shards"), **sizes)
 
 
-def test_what_is_written(cfg):
+def test_what_is_written_and_max_tokens_is_exact(cfg, tmp_path, monkeypatch):
     meta = prepare(cfg)
     folder = Path(cfg.dir)
     assert meta == json.loads((folder / META).read_text())
@@ -64,8 +64,24 @@ def test_what_is_written(cfg):
         assert [shard["tokens"] for shard in written["shards"]][:-1] == [5000] * (len(written["shards"]) - 1)
         assert sum(shard["tokens"] for shard in written["shards"]) == len(expected)
 
+    some = replace(cfg, dir=str(tmp_path / "some"), max_tokens=12_345)
+    written = prepare(some)["splits"]["train"]
+    assert written["tokens"] == 12_345 < meta["splits"]["train"]["tokens"]
+    assert tokens(Path(some.dir), "train") == tokens(folder, "train")[:12_345]
+    assert written["bytes"] == 12_345 - written["documents"]
+    few = replace(cfg, dir=str(tmp_path / "few"), max_tokens=10)  # reads on until validation has a document
+    assert prepare(few)["splits"]["val"]["documents"] == 1
 
-# --- interruptions --------------------------------------------------------------------------------------------------
+    path = folder / "train_000002.bin"  # verify finds a changed byte
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    for limit, options in ((None, {}), (0, {"verify": True})):
+        if limit is not None:
+            monkeypatch.setattr("data.shards.CHECK_BELOW", limit)
+            prepare(cfg)
+        with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
+            prepare(cfg, **options)
 
 
 def kill_after(monkeypatch, writes: int) -> None:
@@ -81,11 +97,9 @@ def kill_after(monkeypatch, writes: int) -> None:
     monkeypatch.setattr("data.shards.write_atomic", write)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 30_001])
-def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monkeypatch, max_tokens):
+def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monkeypatch):
     """On another number of threads, too; and a lost shard is made again with those after it."""
-    tokenizer = TokenizerConfig("bpe", 280) if max_tokens else cfg.tokenizer
-    cfg = replace(cfg, max_tokens=max_tokens, shard_tokens=14_000, tokenizer=tokenizer)
+    cfg = replace(cfg, max_tokens=30_001, shard_tokens=14_000, tokenizer=TokenizerConfig("bpe", 280))
     whole = replace(cfg, dir=str(tmp_path / "whole"), workers=5)
     prepare(whole)
     for writes in range(100):
@@ -130,54 +144,29 @@ def test_a_set_is_continued_and_repeated_only_as_it_began(cfg, monkeypatch):
         prepare(cfg)
 
 
-def test_a_second_preparation_is_refused_and_disturbs_nothing(cfg, tmp_path, monkeypatch):
-    prepare(replace(cfg, dir=str(tmp_path / "whole")))
-    real: Callable = os.replace
-    refused = []
+def test_a_full_or_failing_disk_is_named_and_a_second_preparation_is_refused(cfg, monkeypatch):
+    """Finished shards are kept."""
+    sync, replace_file = os.fsync, os.replace
+
+    def fail_at_third(descriptor):
+        if (Path(cfg.dir) / "train_000001.bin").exists():
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
 
     def replaced(old, new):
         if Path(new).name == "train_000001.bin":
             with pytest.raises(ValueError, match="is in use: another process prepares it"):
                 prepare(cfg)
             refused.append(new)
-        real(old, new)
+        replace_file(old, new)
 
+    refused = []
     monkeypatch.setattr(os, "replace", replaced)
-    prepare(cfg)
-    assert len(refused) == 1
-    assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(("code", "fix"), [(errno.ENOSPC, "free some space and repeat"), (errno.EIO, "the disk has failed")])
-def test_a_full_or_failing_disk_is_named_and_finished_shards_are_kept(cfg, monkeypatch, code, fix):
-    real: Callable = os.fsync
-
-    def fail_at_third(descriptor):
-        if (Path(cfg.dir) / "train_000001.bin").exists():
-            raise OSError(code, os.strerror(code))
-        real(descriptor)
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match=f"{fix}.*{cfg.dir}/"):
-        patched.setattr(os, "fsync", fail_at_third)
-        prepare(cfg)
-    assert len(Shard(Path(cfg.dir) / "train_000001.bin")) == 5000
-
-
-def test_verify_finds_a_changed_byte(cfg, monkeypatch):
-    prepare(cfg)
-    path = Path(cfg.dir) / "train_000002.bin"
-    content = bytearray(path.read_bytes())
-    content[3000] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
-        prepare(cfg)
-    monkeypatch.setattr("data.shards.CHECK_BELOW", 0)
-    prepare(cfg)
-    with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
-        prepare(cfg, verify=True)
-
-
-# --- hold-out -------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(os, "fsync", fail_at_third)
+    for code, fix in ((errno.ENOSPC, "free some space and repeat"), (errno.EIO, "the disk has failed")):  # noqa: B007
+        with pytest.raises(OSError, match=f"{fix}.*{cfg.dir}/"):
+            prepare(cfg)
+    assert len(Shard(Path(cfg.dir) / "train_000001.bin")) == 5000 and len(refused) == 1
 
 
 def hold_out(texts: list[str], fraction: float) -> Iterator[Document]:
@@ -196,31 +185,24 @@ def test_many_documents_are_held_out_by_their_hash_alone():
     assert len(read) < 25_000, "so many documents of one length cannot miss the share: the rest need not be read"
 
 
-@pytest.mark.parametrize("count", [2, 40])
-@pytest.mark.parametrize("fraction", [0.005, 0.5])
-def test_of_few_documents_validation_gets_its_share(count, fraction):
+def test_of_few_documents_validation_gets_its_share_and_no_split_stays_empty():
     """Seven books: by whole ones, validation would have none of the text, or a seventh, or two."""
-    draw = random.Random(count)
-    books = [f"{i} " + " ".join(draw.choices(WORDS, k=draw.randint(500, 9000))) for i in range(count)]
-    documents = list(hold_out(books, fraction))
-    held = sum(len(document.text) for document in documents if document.split == "val")
-    assert held == pytest.approx(fraction * sum(map(len, books)), rel=0.2)
-    assert "".join(document.text for document in documents) == "".join(books)
-    assert sum(not document.starts for document in documents) <= 1
-    assert sorted(hold_out(draw.sample(books, count), fraction)) == sorted(documents)
-
-
-def test_one_document_is_cut_as_nanogpt_cuts_and_no_split_stays_empty():
-    text = "".join(RNG.choices("abc \n", k=1115394 // 10))
+    for count, fraction in ((2, 0.005), (2, 0.5), (40, 0.005), (40, 0.5)):
+        draw = random.Random(count)
+        books = [f"{i} " + " ".join(draw.choices(WORDS, k=draw.randint(500, 3000))) for i in range(count)]
+        documents = list(hold_out(books, fraction))
+        held = sum(len(document.text) for document in documents if document.split == "val")
+        assert held == pytest.approx(fraction * sum(map(len, books)), rel=0.2)
+        assert "".join(document.text for document in documents) == "".join(books)
+        assert sum(not document.starts for document in documents) <= 1
+        assert sorted(hold_out(draw.sample(books, count), fraction)) == sorted(documents)
+    text = "".join(RNG.choices("abc \n", k=1115394 // 10))  # one document is cut as nanoGPT cuts
     train, val = hold_out([text], 0.1)
     assert (train.text, val.text) == (text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :])
     assert (train.split, train.starts, val.split, val.starts) == ("train", True, "val", False)
     assert list(hold_out(["whole"], 0)) == [Document("whole", "train")] and list(hold_out([], 0.1)) == []
     for fraction in (1e-9, 0.999999):
         assert [document.split for document in hold_out(["a", "b", "c"], fraction)].count("val") in (1, 2)
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def test_long_documents_are_tokenized_whole_in_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch):
@@ -238,34 +220,24 @@ def test_long_documents_are_tokenized_whole_in_the_memory_of_a_chunk(cfg, tmp_pa
     assert sum(split["bytes"] for split in meta["splits"].values()) == book.stat().st_size
 
 
-def test_max_tokens_is_exact(cfg, tmp_path):
-    everything = prepare(cfg)
-    some = replace(cfg, dir=str(tmp_path / "some"), max_tokens=12_345)
-    meta = prepare(some)
-    assert meta["splits"]["train"]["tokens"] == 12_345 < everything["splits"]["train"]["tokens"]
-    assert tokens(Path(some.dir), "train") == tokens(Path(cfg.dir), "train")[:12_345]
-    assert meta["splits"]["train"]["bytes"] == 12_345 - meta["splits"]["train"]["documents"]
-    few = replace(cfg, dir=str(tmp_path / "few"), max_tokens=10)  # reads on until validation has a document
-    assert prepare(few)["splits"]["val"]["documents"] == 1
-
-
-def test_large_vocabularies_are_uint32(cfg, monkeypatch, gpt2):
+def test_large_vocabularies_are_uint32_and_odd_documents_stop_nothing_or_are_named(cfg, monkeypatch, capsys, gpt2):
     base, special = gpt2.encoding, {"<|endoftext|>": 100_000}
     wide = tiktoken.Encoding("gpt2", pat_str=base._pat_str, mergeable_ranks=base._mergeable_ranks, special_tokens=special)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
-    prepare(replace(cfg, tokenizer=TokenizerConfig("gpt2")))
-    [shard, *_] = open_split(cfg.dir, "train")
-    assert shard.tokens.dtype == np.uint32 and shard.tokens[0] == 100_000
-
-
-def test_a_lone_surrogate_stops_no_preparation_and_empty_documents_are_counted(cfg, capsys):
     with Path(cfg.path).open("a") as file:
         file.write('{"text": null}\n{"text": " "}\n\n{"text": "a\\ud800b"}\n')
-    prepare(replace(cfg, tokenizer=TokenizerConfig("bpe", 300)))
+    cfg = replace(cfg, tokenizer=TokenizerConfig("gpt2"))
+    prepare(cfg)
+    [shard, *_] = open_split(cfg.dir, "train")
+    assert shard.tokens.dtype == np.uint32 and shard.tokens[0] == 100_000
     assert "left out 2 documents without text" in capsys.readouterr().out
 
+    def fail(self, text):
+        raise ValueError("too many steps")
 
-# --- wrong input ----------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(Tokenizer, "encode_array", fail)
+    with pytest.raises(ValueError, match=r"document 1 cannot be tokenized \(too many steps\): .*data\.tokenizer\.name=bytes"):
+        prepare(replace(cfg, dir=f"{cfg.dir}2"))
 
 
 def test_mistakes_are_one_line_and_leave_no_folder(cfg, tmp_path):
@@ -283,15 +255,6 @@ def test_mistakes_are_one_line_and_leave_no_folder(cfg, tmp_path):
             prepare(replace(cfg, **change))
         assert "\n" not in str(caught.value)
         assert not Path(cfg.dir).exists()
-
-
-def test_a_document_that_the_split_pattern_cannot_split_is_named(cfg, monkeypatch):
-    def fail(self, text):
-        raise ValueError("too many steps")
-
-    monkeypatch.setattr(Tokenizer, "encode_array", fail)
-    with pytest.raises(ValueError, match=r"document 1 cannot be tokenized \(too many steps\): .*data\.tokenizer\.name=bytes"):
-        prepare(cfg)
 
 
 def test_the_command(tmp_path, typed, monkeypatch):

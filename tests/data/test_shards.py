@@ -28,30 +28,17 @@ def shard(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_535, "<u2"), (65_536, "<u4"), (200_019, "<u4")])
-def test_round_trip(tmp_path, vocab_size, dtype):
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
-    tokens[0] = vocab_size - 1
-    crc = write(tmp_path / "a.bin", tokens, vocab_size)
-    shard = Shard(tmp_path / "a.bin", vocab_size=vocab_size, fingerprint=FINGERPRINT, verify=True)
-    assert shard.tokens.dtype == np.dtype(dtype) and len(shard) == 1000
-    assert (shard.tokens == tokens).all()
-    assert (shard.vocab_size, shard.crc32) == (vocab_size, crc) and crc == zlib.crc32(shard.tokens.tobytes())
-    assert shard.read(3, 9).dtype == np.int64 and (shard.read(3, 9) == tokens[3:9]).all()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
-
-
-@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
-def test_reads_the_files_of_llm_c_as_they_are(tmp_path, magic, version, dtype):
-    """Written by hand, as llm.c's dev/data/data_common.py and modded-nanogpt's data/fineweb.py do."""
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = magic, version, 5
-    tokens = np.array([50256, 0, 1, 2, 50000], dtype=dtype)
-    (tmp_path / "fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    [shard] = open_split(tmp_path, "train", vocab_size=50257, fingerprint=FINGERPRINT)
-    assert shard.crc32 is None and (shard.tokens == tokens).all()
-    with pytest.raises(ValueError, match="token 50256, outside the vocabulary of 50000"):
-        open_split(tmp_path, "train", vocab_size=50000)
+def test_round_trip(tmp_path):
+    for vocab_size, dtype in ((65_535, "<u2"), (65_536, "<u4"), (200_019, "<u4")):
+        tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+        tokens[0] = vocab_size - 1
+        crc = write(tmp_path / "a.bin", tokens, vocab_size)
+        shard = Shard(tmp_path / "a.bin", vocab_size=vocab_size, fingerprint=FINGERPRINT, verify=True)
+        assert shard.tokens.dtype == np.dtype(dtype) and len(shard) == 1000
+        assert (shard.tokens == tokens).all()
+        assert (shard.vocab_size, shard.crc32) == (vocab_size, crc) and crc == zlib.crc32(shard.tokens.tobytes())
+        assert shard.read(3, 9).dtype == np.int64 and (shard.read(3, 9) == tokens[3:9]).all()
+        assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
 
 
 def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
@@ -87,7 +74,26 @@ def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
         opened.read(0, 256)
 
 
-def test_open_split(tmp_path):
+def test_foreign_shards_are_of_the_split_that_their_name_says(tmp_path):
+    for number, (train, val) in enumerate((
+        ("pretrain_train_000", "pretrain_val_000"), ("fineweb_train_000001", "fineweb_val_000000"),
+        ("tiny_shakespeare_train", "tiny_shakespeare_val"), ("train1 train2", "val"),
+        ("openwebtext-train-00", "validation-00"), ("trainset", "valset"), ("pretrain_0", "pretrain_val_0"),
+        ("retrieval_train train", ""),
+    )):  # fmt: skip  # a name that says both is of the last
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in f"{train} {val}".split():
+            write(folder / f"{name}.bin", [1])
+        assert [shard.path.stem for shard in open_split(folder, "train")] == train.split()
+        if val:
+            assert [shard.path.stem for shard in open_split(folder, "val")] == val.split()
+        else:
+            with pytest.raises(FileNotFoundError, match="no val shards"):
+                open_split(folder, "val")
+
+
+def test_open_split_and_meta_decides_what_belongs_to_it(tmp_path):
     folder = tmp_path / "mine"
     for name, source in (("mine", "data=text path=... data.name=NAME "), ("stdlib", "data=stdlib$")):
         with pytest.raises(FileNotFoundError, match=f"prepare it: python -m data.prepare {source}"):
@@ -98,55 +104,22 @@ def test_open_split(tmp_path):
     for number in (1, 0):
         write(folder / f"train_00000{number}.bin", [number] * 5)
     write(folder / "val_000000.bin", [7])
-    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1]
-    assert len(open_split(folder, "val")) == 1
+    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1] and len(open_split(folder, "val")) == 1
     (folder / PROGRESS).write_text("{}")
     with pytest.raises(ValueError, match="not finished: run python -m data.prepare again, with the same overrides"):
         open_split(folder, "train")
-
-
-SPLITS_OF_NAMES = [
-    ("pretrain_train_000 pretrain_val_000", ["pretrain_train_000"], ["pretrain_val_000"]),
-    ("retrieval_train_000 retrieval_val_000", ["retrieval_train_000"], ["retrieval_val_000"]),
-    ("fineweb_train_000001 fineweb_val_000000", ["fineweb_train_000001"], ["fineweb_val_000000"]),
-    ("tiny_shakespeare_train tiny_shakespeare_val", ["tiny_shakespeare_train"], ["tiny_shakespeare_val"]),
-    ("train1 train2 val", ["train1", "train2"], ["val"]),
-    ("openwebtext-train-00 validation-00", ["openwebtext-train-00"], ["validation-00"]),
-    ("trainset valset", ["trainset"], ["valset"]),
-    ("pretrain_0 pretrain_val_0", ["pretrain_0"], ["pretrain_val_0"]),
-    ("train retrieval_train", ["retrieval_train", "train"], []),
-]  # a name that says both is of the last
-
-
-@pytest.mark.parametrize(("names", "train", "val"), SPLITS_OF_NAMES)
-def test_foreign_shards_are_of_the_split_that_their_name_says(tmp_path, names, train, val):
-    for name in names.split():
-        write(tmp_path / f"{name}.bin", [1])
-    for split, expected in (("train", train), ("val", val)):
-        if expected:
-            assert [shard.path.stem for shard in open_split(tmp_path, split)] == expected
-        else:
-            with pytest.raises(FileNotFoundError, match=f"no {split} shards"):
-                open_split(tmp_path, split)
-
-
-def test_meta_decides_what_belongs_to_a_split(tmp_path):
-    write(tmp_path / "train_000000.bin", [1, 2])
-    write(tmp_path / "train_000001.bin", [3])
     meta = {"tokenizer": {"fingerprint": FINGERPRINT}, "splits": {"train": {"shards": [{"file": "train_000001.bin"}]}}}
-    (tmp_path / META).write_text(json.dumps(meta))
-    assert [len(shard) for shard in open_split(tmp_path, "train")] == [1]
+    (folder / META).write_text(json.dumps(meta))
+    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [1]
     meta["splits"]["val"] = {"shards": []}
-    (tmp_path / META).write_text(json.dumps(meta))
+    (folder / META).write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"without validation text: .*data\.name=NAME with a larger data\.val_fraction"):
-        open_split(tmp_path, "val")
-    meta["tokenizer"]["fingerprint"] = "f" * 64
-    (tmp_path / META).write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        open_split(tmp_path, "train")
-    (tmp_path / META).write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        open_split(tmp_path, "train")
+        open_split(folder, "val")
+    other = json.dumps(meta | {"tokenizer": {"fingerprint": "f" * 64}})
+    for content, says in ((other, "another tokenizer"), ("{", "damaged")):
+        (folder / META).write_text(content)
+        with pytest.raises(ValueError, match=says):
+            open_split(folder, "train")
 
 
 def test_more_shards_than_a_process_may_open_files(tmp_path):
@@ -160,22 +133,35 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_nanogpt_files_are_read_as_they_are(tmp_path):
-    path, wrong = tmp_path / "val.bin", pytest.raises(ValueError, match="wider integers than uint16: write it again")
+def test_files_of_llm_c_and_nanogpt_are_read_as_they_are(tmp_path):
+    """llm.c's are written by hand, as its dev/data/data_common.py and modded-nanogpt's data/fineweb.py do."""
+    for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):
+        header = np.zeros(256, dtype=np.int32)
+        header[:3] = magic, version, 5
+        tokens = np.array([50256, 0, 1, 2, 50000], dtype=dtype)
+        (tmp_path / "fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        [shard] = open_split(tmp_path, "train", vocab_size=50257, fingerprint=FINGERPRINT)
+        assert shard.crc32 is None and (shard.tokens == tokens).all()
+        with pytest.raises(ValueError, match="token 50256, outside the vocabulary of 50000"):
+            open_split(tmp_path, "train", vocab_size=50000)
+
+    folder = tmp_path / "nanogpt"
+    folder.mkdir()
+    path = folder / "val.bin"
     np.arange(10, dtype=np.uint16).tofile(path)
-    [shard] = open_split(tmp_path, "val", vocab_size=10, fingerprint=FINGERPRINT)
+    [shard] = open_split(folder, "val", vocab_size=10, fingerprint=FINGERPRINT)
     assert shard.read(0, 99).tolist() == shard.tokens.tolist() == list(range(10)) and shard.crc32 is None
     with pytest.raises(ValueError, match="token 9, outside the vocabulary of 9"):
         Shard(path, vocab_size=9)
     np.array([69_999, 7], dtype=np.uint32).tofile(path)
     assert Shard(path, vocab_size=70_000).tokens.tolist() == [69_999, 7]
-    with wrong:
-        np.arange(1, 10, dtype=np.int64).tofile(path)
+    np.arange(1, 10, dtype=np.int64).tofile(path)
+    with pytest.raises(ValueError, match="wider integers than uint16: write it again"):
         Shard(path, vocab_size=10)
     for content in (b"", b"123"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is empty or truncated"):
             Shard(path)
-    (tmp_path / "meta.pkl").write_bytes(b"")
+    (folder / "meta.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match="has characters as tokens"):
-        open_split(tmp_path, "val")
+        open_split(folder, "val")

@@ -34,7 +34,7 @@ def refused(match: str, path: Path | str, error=ValueError, **options) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_stdlib_leaves_out_what_is_not_the_library_and_excerpts(tmp_path, monkeypatch):
+def test_stdlib_is_the_library_s_docstrings_parsed_not_imported_and_not_repeated(tmp_path, monkeypatch):
     for name in ("b.py", "a/__init__.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "idlelib/i.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'"""Text of {name}."""')
@@ -46,14 +46,11 @@ def test_stdlib_leaves_out_what_is_not_the_library_and_excerpts(tmp_path, monkey
     texts = ["a\n\nText of a/__init__.py.", "b\n\nText of b.py.", topics["x"], topics["z"]]
     assert list(corpus) == list(corpus) == texts
 
-
-def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
-    module = tmp_path / "package" / "module.py"
+    module, seen = tmp_path / "package" / "module.py", set()
     source = (
         b'"""Title.\n\n    =====\n    Text."""\nraise SystemExit\n'
         b'class A:\n  """Title two."""\n  def f(self, x=1):\n    """F."""\n'
     )
-    seen = set()
     text = stdlib._docstrings(source, tmp_path, module, seen)
     assert text == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
     assert stdlib._docstrings(source, tmp_path, module, seen) == ""
@@ -61,12 +58,17 @@ def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
     assert clean("Title\n    =====\n\n\n\n    a  \n      b\x0c\n") == "Title\n\na\n  b"
 
 
-def test_plain_text(tmp_path):
+def test_plain_text(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\ntwo\n\n".encode())
     assert read(path) == ["one\r\ntwo\n\n"]
     path.write_text("one\n<|endoftext|>\ntwo\n\n<|endoftext|>\n \n<|endoftext|>three")
     assert read(path) == ["one", "two", "three"]
+    monkeypatch.setattr(sources, "TEXT_LIMIT", 2**14)
+    path.write_text(text := "".join(f"line {i}\n" for i in range(5000)))
+    parts = read(path)  # a long text is cut at line ends
+    assert len(parts) > 1 and "".join(parts) == text
+    assert all(part.endswith("\n") and len(part) <= 2 * 2**14 for part in parts)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": null}\n{"text": "one"}\n')
     assert read(path) == ["one"]
@@ -74,48 +76,37 @@ def test_plain_text(tmp_path):
     refused("line 1 has no text under 'text' .it has a value of type int.: use data.column=NAME", path)
 
 
-@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
-def test_the_command_that_converts_a_text_works(tmp_path, encoding):
+def test_the_command_that_converts_a_text_works(tmp_path):
     if not shutil.which("iconv"):
         pytest.skip("no iconv on this machine")
     path, new = tmp_path / "a.txt", tmp_path / "new.txt"
-    path.write_bytes("naïve".encode(encoding))
-    with pytest.raises(ValueError, match=f"not UTF-8 text: convert it first, e.g. iconv -f {encoding}") as caught:
-        read(path)
-    command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
-    subprocess.run(command, shell=True, check=True)
-    assert read(new) == ["naïve"]
+    for encoding in ("latin1", "utf-16"):
+        path.write_bytes("naïve".encode(encoding))
+        with pytest.raises(ValueError, match=f"not UTF-8 text: convert it first, e.g. iconv -f {encoding}") as caught:
+            read(path)
+        command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
+        subprocess.run(command, shell=True, check=True)
+        assert read(new) == ["naïve"]
 
 
-def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "TEXT_LIMIT", 2**18)
-    path = tmp_path / "a.txt"
-    text = "".join(f"line {i}\n" for i in range(10**5))
-    path.write_text(text)
-    parts = read(path)
-    assert len(parts) > 1 and "".join(parts) == text
-    assert all(part.endswith("\n") and len(part) <= 2 * 2**18 for part in parts)
+def test_compressed_and_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package pyarrow is not installed")
+    from pyarrow import parquet
 
+    def frames(content: bytes) -> bytes:
+        return b"".join(pyarrow.compress(part, codec="zstd", asbytes=True) for part in (content[:50], content[50:]))
 
-@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
-def test_compressed(tmp_path, suffix):
-    content, path = jsonl(tmp_path / "a.jsonl").read_bytes(), tmp_path / f"b.jsonl.{suffix}"
-    if suffix == "zst":
-        pyarrow = pytest.importorskip("pyarrow", reason="optional package pyarrow is not installed")
-        frames = [pyarrow.compress(part, codec="zstd", asbytes=True) for part in (content[:50], content[50:])]
-        packed = b"".join(frames)
-    else:
-        packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](content)
-    path.write_bytes(packed)
-    assert read(path) == DOCUMENTS
-    path.write_bytes(packed[:-12])
-    refused("truncated", path)
-
-
-def test_parquet(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package pyarrow is not installed")
-    import pyarrow
-
+    content = jsonl(tmp_path / "a.jsonl").read_bytes()
+    for suffix, pack in {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": frames}.items():
+        path = tmp_path / f"b.jsonl.{suffix}"
+        path.write_bytes(pack(content))
+        assert read(path) == DOCUMENTS
+        path.write_bytes(path.read_bytes()[:-12])
+        refused("truncated", path)
+    for path in (tmp_path, tmp_path / "a.jsonl*"):
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+        refused("a.jsonl and a.jsonl.gz look like one text twice: remove or rename one, or give path= a glob", path)
+    assert read(tmp_path / "a.*.gz") == read(tmp_path / "a.jsonl") == DOCUMENTS
     parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None]}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == DOCUMENTS
     refused("no text under 'body'.*it has text", tmp_path / "a.parquet", column="body")
@@ -123,36 +114,20 @@ def test_parquet(tmp_path):
     refused("truncated or not of the format", tmp_path / "b.parquet")
 
 
-def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
-    (tmp_path / "deep").mkdir()
-    jsonl(tmp_path / "b.jsonl", ["b"])
-    jsonl(tmp_path / "a.jsonl", ["a"])
-    jsonl(tmp_path / "deep" / "c.jsonl", ["c"])
-    (tmp_path / "notes.md").write_text("ignored")
-    assert read(tmp_path) == ["a", "b", "c"]
-    assert read(tmp_path / "*.jsonl") == ["a", "b"]
-    assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
-    assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "b.jsonl")))) == ["b"]
-
-
-def test_below_a_folder_hidden_files_are_left_out_and_links_are_followed_once(tmp_path):
+def test_folders_and_globs_are_read_in_order_of_name_without_hidden_files_and_links_once(tmp_path):
     folder = tmp_path / ".kept" / "fold"
     for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt", "deep/.git/b.txt", "../elsewhere/c.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (folder / "linked").symlink_to(tmp_path / ".kept" / "elsewhere")
     (folder / "deep" / "back").symlink_to(folder)
-    assert read(folder) == ["a.txt", "../elsewhere/c.txt"]
-    assert read(f"{tmp_path}/.kept/*") == ["../elsewhere/c.txt", "a.txt"]
+    (folder / "notes.md").write_text("ignored")
+    jsonl(folder / "b.jsonl", ["b"])
+    assert read(folder) == ["a.txt", "b", "../elsewhere/c.txt"]
+    assert read(f"{tmp_path}/.kept/*") == ["../elsewhere/c.txt", "a.txt", "b"]
+    assert read(folder / "*.jsonl") == read(f"{tmp_path}/.kept/**/b.jsonl") == ["b"]
     assert read(folder / ".hidden.txt") == [".hidden.txt"]
-
-
-def test_a_text_and_its_compressed_copy_are_refused(tmp_path):
-    content = jsonl(tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    for path in (tmp_path, tmp_path / "a.jsonl*"):
-        refused("a.jsonl and a.jsonl.gz look like one text twice: remove or rename one, or give path= a glob", path)
-    assert read(tmp_path / "*.gz") == read(tmp_path / "a.jsonl") == DOCUMENTS
+    assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(folder / "b.jsonl")))) == ["b"]
 
 
 def test_what_is_missing_is_one_line(tmp_path, monkeypatch):

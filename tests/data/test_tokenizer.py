@@ -13,32 +13,23 @@ def tokenizer(request) -> Tokenizer:
     return build_tokenizer(TokenizerConfig("bytes")) if name == "bytes" else request.getfixturevalue(name)
 
 
-def test_round_trip(tokenizer, texts):
+def test_round_trip_special_tokens_and_saving(tokenizer, texts, tmp_path):
+    lengths = tokenizer.byte_lengths()
     for text in texts:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
         assert max(ids) < tokenizer.vocab_size and tokenizer.eot not in ids
         assert tokenizer.encode_array(text).tolist() == ids
-        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+        assert lengths[ids].sum() == len(text.encode())
     assert tokenizer.decode(tokenizer.encode_array("a\ud800b")) == "a?b"
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size, 10**6]) == "ab"  # ids of a wider model
-
-
-def test_special_tokens(tokenizer):
-    assert 0 <= tokenizer.eot < tokenizer.vocab_size
-    assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
-    lengths = tokenizer.byte_lengths()
-    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
-    assert np.count_nonzero(lengths == 0) == 1
-
-
-def test_save_and_load(tokenizer, texts, tmp_path):
+    assert 0 <= tokenizer.eot < tokenizer.vocab_size and tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
+    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0 and np.count_nonzero(lengths == 0) == 1
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert (loaded.name, loaded.vocab_size, loaded.eot) == (tokenizer.name, tokenizer.vocab_size, tokenizer.eot)
-    assert loaded.fingerprint == tokenizer.fingerprint
-    assert loaded.encode(texts[1]) == tokenizer.encode(texts[1])
+    assert loaded.fingerprint == tokenizer.fingerprint and loaded.encode(texts[1]) == tokenizer.encode(texts[1])
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -87,7 +78,7 @@ def split_by(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     ranks = {token: rank for rank, token in enumerate([bytes([byte]) for byte in range(256)] + pairs)}
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
     pattern = getattr(openai_public, name)()["pat_str"]
-    special = {"<|endoftext|>": len(ranks)}
+    special = {"<|fim_prefix|>": len(ranks) + 20, "<|endoftext|>": len(ranks) + 10}  # ids with gaps before them
     return Tokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
 
 

@@ -192,37 +192,26 @@ def ranks_apart(world: World, draw: random.Random) -> str:
     return f"{key}: exit codes {codes}, run folder {run.exists()}"
 
 
-# Fault, its share of 100 kills, its trial.
-KILLS = (
-    ("kill in training", 40, kill_training),
-    ("kill in a checkpoint", 30, kill_checkpoint),
-    ("kill in preparation", 20, kill_preparation),
-    ("kill in evaluation", 10, kill_evaluation),
-)
-# Option with the number of trials, fault, its trial.
-OTHERS = (
-    ("parts", "kill in a sharded checkpoint", kill_parts),
-    ("injections", "NaN, inf, spike", inject),
-    ("damages", "damaged newest checkpoint", damage),
-    ("restarts", "elastic restart", restart),
-    ("ranks", "two processes with different settings", ranks_apart),
-    *(("storage", name, trial) for name, trial in storage.FAULTS.items()),
-)
-
-
 SIZES = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "storage": 10, "ranks": 10}
 SIZES |= {"ends": 1, "seed": 1}
 
 
 def plan(sizes: dict[str, int]) -> list[tuple[str, int, Trial]]:
-    """Fault, trials, trial: the kills are shared out over the commands."""
-    left, rows = sizes["kills"], []
-    for name, share, trial in KILLS:
-        count = min(left, -(-sizes["kills"] * share // 100))
-        left -= count
-        rows.append((name, count, trial))
-    once = [(name, sizes["ends"], lambda world, _, trial=trial: trial(world)) for name, trial in ends.ENDS.items()]
-    return [*rows, *((name, sizes[key], trial) for key, name, trial in OTHERS), *once]
+    """Fault, trials, trial: the kills are shared out over the commands, with at least one in training."""
+    rest = [sizes["kills"] * share // 100 for share in (30, 20, 10)]
+    return [
+        ("kill in training", sizes["kills"] - sum(rest), kill_training),
+        ("kill in a checkpoint", rest[0], kill_checkpoint),
+        ("kill in preparation", rest[1], kill_preparation),
+        ("kill in evaluation", rest[2], kill_evaluation),
+        ("kill in a sharded checkpoint", sizes["parts"], kill_parts),
+        ("NaN, inf, spike", sizes["injections"], inject),
+        ("damaged newest checkpoint", sizes["damages"], damage),
+        ("elastic restart", sizes["restarts"], restart),
+        ("two processes with different settings", sizes["ranks"], ranks_apart),
+        *((name, sizes["storage"], trial) for name, trial in storage.FAULTS.items()),
+        *((name, sizes["ends"], lambda world, _, trial=trial: trial(world)) for name, trial in ends.ENDS.items()),
+    ]
 
 
 def main() -> int:

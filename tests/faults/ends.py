@@ -42,16 +42,28 @@ def slow() -> None:
 
 
 def by_signal(number: int) -> Callable[[World], str]:
+    """The signal leaves a checkpoint and its exit code, and a resumed run ends as if there had been none.
+
+    SIGUSR1 is a launcher's (submitit's), which gets a checkpoint before it queues the job again.
+    """
+
     def scenario(world: World) -> str:
-        """The signal leaves a checkpoint and its exit code, and a resumed run ends as if there had been none."""
-        run = world.fresh("end")
-        process = launch("train", world.train(run, "checkpoint.every=0"), world.log, slow)
+        run, marker = world.fresh("end"), world.folder / "queued"
+        marker.unlink(missing_ok=True)
+
+        def job() -> None:
+            slow()
+            if number == signal.SIGUSR1:
+                signal.signal(number, lambda *_: marker.write_text(checkpoints(run)[-1].name))
+
+        arguments = world.train(run, "checkpoint.every=0", "resume=true")
+        process = launch("train", arguments, world.log, job)
         until(started(run))
         os.kill(process, number)
         code = wait(process)
-        if code != 128 + number or not checkpoints(run):
-            return f"exit code {code}, {len(checkpoints(run))} checkpoints"
-        code = call("train", world.train(run, "checkpoint.every=0", "resume=true"), world.log)
+        if code != 128 + number or not checkpoints(run) or marker.exists() != (number == signal.SIGUSR1):
+            return f"exit code {code}, {len(checkpoints(run))} checkpoints, queued again: {marker.exists()}"
+        code = call("train", arguments, world.log)
         return "" if not code and ending(world.whole)[WEIGHTS] == ending(run)[WEIGHTS] else f"resumed: exit code {code}"
 
     return scenario
@@ -143,26 +155,6 @@ def full_disk(world: World) -> str:
     return "" if code == 2 and one_line and left == ["step_00000004"] else f"exit code {code}, {left}"
 
 
-def requeued(world: World) -> str:
-    """A launcher's signal (submitit's) gets a checkpoint before it queues the job again, which then continues its run."""
-    run, marker = world.fresh("end"), world.folder / "queued"
-    marker.unlink(missing_ok=True)
-
-    def job() -> None:
-        slow()
-        signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
-
-    arguments = world.train(run, "checkpoint.every=0", "resume=true")
-    process = launch("train", arguments, world.log, job)
-    until(started(run))
-    os.kill(process, signal.SIGUSR1)
-    code = wait(process)
-    if code != 128 + signal.SIGUSR1 or not marker.exists():
-        return f"exit code {code}, queued again: {marker.exists()}"
-    code = call("train", arguments, world.log)
-    return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
-
-
 ENDS: dict[str, Callable[[World], str]] = {
     "SIGTERM": by_signal(signal.SIGTERM),
     "SIGINT": by_signal(signal.SIGINT),
@@ -171,5 +163,5 @@ ENDS: dict[str, Callable[[World], str]] = {
     "closed output": closed_output,
     "SIGHUP, second trainer": hangup_and_second_trainer,
     "full disk": full_disk,
-    "requeued job": requeued,
+    "requeued job": by_signal(signal.SIGUSR1),
 }

@@ -38,38 +38,34 @@ def ended(world: World, run: Path, code: int, text: str) -> str:
     return compared(run, world.whole, call("train", world.train(run, "resume=true"), world.log))
 
 
-def unsynced_folder(world: World, draw: random.Random) -> str:
-    """No folder can be synced, as on CIFS and sshfs."""
-    run, code = world.fresh("unsynced"), draw.choice((errno.EINVAL, errno.ENOTSUP))
+def failing_sync(code: int, refused: Callable[[int], bool]) -> Callable[[], None]:
+    """What lets fsync of a handle fail where refused(handle), in the process of a command."""
 
     def install() -> None:
         real = os.fsync
 
         def fsync(handle: int) -> None:
-            if stat.S_ISDIR(os.fstat(handle).st_mode):
+            if refused(handle):
                 raise refusal(code)
             real(handle)
 
         os.fsync = fsync
 
-    return compared(run, world.whole, call("train", world.train(run), world.log, install))
+    return install
+
+
+def unsynced_folder(world: World, draw: random.Random) -> str:
+    """No folder can be synced, as on CIFS and sshfs."""
+    run = world.fresh("unsynced")
+    failing = failing_sync(draw.choice((errno.EINVAL, errno.ENOTSUP)), lambda handle: stat.S_ISDIR(os.fstat(handle).st_mode))
+    return compared(run, world.whole, call("train", world.train(run), world.log, failing))
 
 
 def unsynced_file(world: World, draw: random.Random) -> str:
     """From some file on, none can be synced: one line names it."""
-    run, synced = world.fresh("unsynced"), draw.randrange(5 * STEPS - 5)
-
-    def install() -> None:
-        real, left = os.fsync, iter(range(synced))
-
-        def fsync(handle: int) -> None:
-            if next(left, None) is None:
-                raise refusal(errno.EIO)
-            real(handle)
-
-        os.fsync = fsync
-
-    code, text = call("train", world.train(run), world.log, install), logged(world)
+    run, left = world.fresh("unsynced"), iter(range(draw.randrange(5 * STEPS - 5)))
+    failing = failing_sync(errno.EIO, lambda _: next(left, None) is None)
+    code, text = call("train", world.train(run), world.log, failing), logged(world)
     return f"no file named: {text[-300:]}" if f"'{run}/" not in text else ended(world, run, code, text)
 
 
@@ -133,14 +129,8 @@ def unwritten(world: World, draw: random.Random) -> str:
     """An evaluation cannot write: it prints its result, and one line."""
     run, code = world.fresh("unwritten"), draw.choice((errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT))
     shutil.copytree(world.whole, run, ignore=shutil.ignore_patterns("eval", "figures"))
-
-    def install() -> None:
-        def fsync(_: int) -> None:
-            raise refusal(code)
-
-        os.fsync = fsync
-
-    ends, first = call("eval.perplexity", world.evaluate(run), world.log, install), logged(world)
+    failing = failing_sync(code, lambda _: True)
+    ends, first = call("eval.perplexity", world.evaluate(run), world.log, failing), logged(world)
     start = world.log.stat().st_size
     if ends != 2 or bad_error(first) or list(run.glob("eval/*")):
         return f"{errno.errorcode[code]}: exit code {ends}, {bad_error(first)}"

@@ -30,10 +30,10 @@ SCRIPT = "scripts/ablate.py"
 
 
 def toy(shards: Path, runs: Path, arms: dict[str, list[str]], *more: str) -> list[str]:
-    """Arguments of a toy experiment: 16 steps of two small layers, judged by train.py's validation loss."""
+    """Arguments of a toy experiment: 8 steps of a small layer, judged by train.py's validation loss."""
     train = (
-        *TINY, f"data.dir={shards}", "data.tokenizer.name=bytes", "model.head_dim=8", "steps=16", "eval_every=8",
-        "eval_tokens=2048", "optim=adamw", "optim.lr=1e-2", "checkpoint.every=4",
+        *TINY, f"data.dir={shards}", "data.tokenizer.name=bytes", "model.head_dim=8", "steps=8", "eval_every=4",
+        "model.n_layer=1", "eval_tokens=2048", "optim=adamw", "optim.lr=1e-2", "checkpoint.every=4",
     )  # fmt: skip
     listed = ",".join(f"{name}:{quoted(*overrides)}" for name, overrides in arms.items())
     return [
@@ -72,7 +72,7 @@ def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(
     (pair,) = content["results"]["pairs"]["valid"]  # the twin is the baseline: the pair's difference is the crippled arm's
     assert pair["mean"] == pytest.approx(-worse) and "| part | arms | n | valid |" in printed
     assert diverging["metrics"]["valid"]["n"] == 0 and "the loss is " in diverging["runs"][0]["diverged"]
-    assert len(baseline["runs"][0]["losses"]) == 16 and len(baseline["runs"][0]["curve"]) == 2
+    assert len(baseline["runs"][0]["losses"]) == 8 and len(baseline["runs"][0]["curve"]) == 2
     assert "| crippled |" in (folder / "table.md").read_text() and (folder / "figures" / "difference.png").is_file()
 
     # Repeated: nothing is trained again, not even what diverged; but it is without its file, and a damaged record is written.
@@ -112,7 +112,7 @@ def test_interrupted_it_goes_on_and_repeats_what_is_stale(
     # The evaluation's settings change: it alone is repeated. A damaged result counts as none.
     call(*in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"))
     assert log.read_text().count("$ python") == 4 and json.loads(result.read_text())["results"]["tokens"] == 256
-    result.write_text('{"step": 16, "config": null}')
+    result.write_text('{"step": 8, "config": null}')
     assert "1 runs, 0 of them finished" in call(
         *in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"), "run=false"
     )
@@ -131,7 +131,7 @@ def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *mor
     """A toy experiment whose arms are tuned over optim.lr and compared on text that the tuning does not read."""
     return [
         *toy(shards, runs, arms, "tune=rates", "tune.keys=[optim.lr]", "tune.values=[[1e-3,1e-2]]"),
-        "tune.refine=[]", "tune.widen=0", 'tune.train=["steps=8","eval_every=0"]', f"+texts.other={text}", "~metrics",
+        "tune.refine=[]", "tune.widen=0", 'tune.train=["steps=4","eval_every=0"]', f"+texts.other={text}", "~metrics",
         "+metrics={valid: perplexity_other.loss}", f"records={runs}", "seeds=1", *more,
     ]  # fmt: skip
 
@@ -197,25 +197,11 @@ def test_tuning_makes_equal_arms_equal(
     )
 
 
-def test_shorter_horizons_branch_off_the_longest_run(
-    shards: Path, tmp_path: Path, call: Callable[..., str], unseen: None
+def test_a_failed_run_is_named_and_a_text_that_was_trained_on_is_no_test(
+    shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
 ) -> None:
-    grid = '+grid={short:["steps=4"],long:["steps=8"]}'
-    arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", "branch=true", grid)
-    arguments = in_words(arguments, '"optim.lr=1e-2"', '"optim.lr=1e-2","optim.schedule=wsd"')
-    call(*in_words(arguments, '"steps=16","eval', '"eval'))  # the points of the grid set the steps
-    log = (tmp_path / "toy" / "logs" / "baseline-short-s1.log").read_text()
-    assert "branch_from=" in log and "step 4/4" in log and "step 1/4" not in log
-    content = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
-    assert [arm["name"] for arm in content["arms"]] == ["baseline-short", "baseline-long"]
-
-
-def test_a_text_that_was_trained_on_is_no_test(shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     refused = call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}))
     assert "texts.other" in refused and "give a text that is not part of the training text" in refused
-
-
-def test_a_failed_run_is_named(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     broken = tmp_path / "shards"
     shutil.copytree(shards, broken)
     (broken / "val_000000.bin").unlink()

@@ -83,7 +83,7 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tm
     command, trained = printed_command(printed), tmp_path / "trained"
     assert command[0] == "train.py" and "model.diff.lambda_warmup=200" in command and "optim.beta2=0.9" in command
     assert "optim.lr=0.001" in command  # a tenth
-    more = [f"run_dir={trained}", "steps=8", "model.diff.lambda_warmup=4", "optim.warmup=1", "device=cpu", "log_every=5"]
+    more = [f"run_dir={trained}", "steps=6", "model.diff.lambda_warmup=4", "optim.warmup=1", "device=cpu", "log_every=5"]
     done = run_command(*[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more)
     assert done.returncode == 0, done.stderr
     assert loss(trained) < loss(source) - 0.05
@@ -111,17 +111,6 @@ def test_every_mode_is_written_and_its_overrides_rebuild_it(options: list[str], 
     assert rebuilt == run.model.cfg
 
 
-def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_path: Path, call: Callable) -> None:
-    alone = tmp_path / "alone"
-    shutil.copytree(source, alone)
-    config = yaml.safe_load((alone / "config.yaml").read_text())
-    config["data"]["dir"] = str(tmp_path / "gone")
-    (alone / "config.yaml").write_text(yaml.safe_dump(config))
-    call(f"source={alone}", f"run_dir={tmp_path / 'out'}")
-    record = record_of(tmp_path / "out")
-    assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
-
-
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
     out, other = f"run_dir={tmp_path / 'out'}", tmp_path / "other"
     shutil.copytree(shards, other)
@@ -139,12 +128,20 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, 
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_a_differential_run_is_not_converted_again(source: Path, tmp_path: Path, call: Callable) -> None:
-    one, two = f"run_dir={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}"
-    call(f"source={source}", one)
-    assert "model.layers=d is not a baseline" in call(f"source={tmp_path / 'one'}", two)
-    call(f"source={tmp_path / 'one'}", two, "to=same")
-    before, after = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
+def test_a_differential_run_is_not_converted_again_and_without_its_text_random_tokens_are_compared(
+    source: Path, tmp_path: Path, call: Callable
+) -> None:
+    alone, one, two = (tmp_path / name for name in ("alone", "one", "two"))
+    shutil.copytree(source, alone)
+    config = yaml.safe_load((alone / "config.yaml").read_text())
+    config["data"]["dir"] = str(tmp_path / "gone")
+    (alone / "config.yaml").write_text(yaml.safe_dump(config))
+    call(f"source={alone}", f"run_dir={one}")
+    record = record_of(one)
+    assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
+    assert "model.layers=d is not a baseline" in call(f"source={one}", f"run_dir={two}")
+    call(f"source={one}", f"run_dir={two}", "to=same")
+    before, after = (load_run(run).model.state_dict() for run in (one, two))
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,19 +67,14 @@ def test_an_older_step_without_a_tokenizer(call, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "out", x), first(x))
 
 
-def describe(path: Path) -> None:
-    """What training leaves in a run's folder besides checkpoints."""
-    values = {"model": {"layers": "d", "n_layer": 2}, "seed": 3, "steps": 10, "batch_tokens": 512}
-    values |= {"data": {"name": "tiny", "source": "text", "dir": "/home/me/shards", "path": "/home/me/text"}}
-    (path / "config.yaml").write_text(json.dumps(values))
-    lines = [{"step": 0, "tokens": 0, "version": "abc"}, {"step": 10, "tokens": 5120, "loss": 2.5, "val_loss": 2.625}]
-    lines += [{"step": 20, "tokens": 9999, "loss": 1.0}]  # after the exported step
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "diff")
-    describe(tmp_path / "run")
+    values = {"model": {"layers": "d", "n_layer": 2}, "seed": 3, "steps": 10, "batch_tokens": 512}
+    values |= {"data": {"name": "tiny", "source": "text", "dir": "/home/me/shards", "path": "/home/me/text"}}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(values))
+    lines = [{"step": 0, "tokens": 0, "version": "abc"}, {"step": 10, "tokens": 5120, "loss": 2.5, "val_loss": 2.625}]
+    lines += [{"step": 20, "tokens": 9999, "loss": 1.0}]  # after the exported step
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     call(f"run={tmp_path}/run", f"out={tmp_path}/out", "check=false")
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
@@ -95,20 +91,15 @@ def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
 def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
+    def upload(folder_path: str, **options: object) -> None:
+        if len(uploaded) > 2:
+            raise RuntimeError("403 for Authorization: Bearer hf_secret")
+        uploaded.append(sorted(path.name for path in Path(folder_path).iterdir()))
+
     make_run(tmp_path / "run", "diff")
-    uploaded: list = []
-
-    class Hub:
-        def create_repo(self, *a: object, **o: object) -> None:
-            uploaded.append((a, o))
-
-        def upload_folder(self, **o: object) -> None:
-            if len(uploaded) > 2:
-                raise RuntimeError("403 for Authorization: Bearer hf_secret")
-            uploaded.append(sorted(path.name for path in Path(o["folder_path"]).iterdir()))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    run = f"run={tmp_path}/run"
+    run, uploaded = f"run={tmp_path}/run", []
+    hub = SimpleNamespace(create_repo=lambda *a, **o: uploaded.append((a, o)), upload_folder=upload)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     printed = call(run, f"out={tmp_path}/one", "check=false", "push=me/small.model")
     assert "uploaded to https://huggingface.co/me/small.model" in printed
     assert uploaded[0] == (("me/small.model",), {"private": True, "exist_ok": True}) and "README.md" in uploaded[1]
@@ -130,14 +121,10 @@ def test_a_folder_that_computes_something_else_is_not_left_behind(call, tmp_path
     monkeypatch.setattr(export, "export", broken)
     assert "the exported model's logits differ from the run's by" in call(run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "as llama; not compared: transformers is not installed" in call(run, out)
-
-
-def test_the_check_sees_past_the_window() -> None:
-    """A folder without the window of 70 keys agrees with the run on 64 tokens."""
     model, plain = (Decoder(config("baseline", vocab_size=257, context=256, window=w)).eval() for w in (70, None))
-    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(model.state_dict())  # agrees on 64 tokens: the check sees past the window
     assert export.compared(model, model).endswith("280 random tokens)")
     with pytest.raises(ValueError, match="the exported model's logits differ from the run's"):
         export.compared(plain, model)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "as llama; not compared: transformers is not installed" in call(run, out)

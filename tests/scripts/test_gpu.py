@@ -1,10 +1,13 @@
 """`make gpu` on a machine without a card: the stand-ins of every stage, the plan for a card, and what goes wrong."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
@@ -13,12 +16,32 @@ from omegaconf import OmegaConf
 from configs import CONFIG_DIR
 from scripts import gpu
 from tests.conftest import run_command
+from tests.faults.ends import until
+from tests.processes import READING, Command
 
 
-def test_the_stand_ins_run_and_leave_their_files(tmp_path: Path) -> None:
+class Forked(Command):
+    """A process of a visit that starts at once."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO, **options: object) -> None:
+        super().__init__(command, env, stdout)
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        with READING:
+            return self.process.exitcode
+
+    returncode = property(poll)
+
+
+def test_the_stand_ins_run_and_leave_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """All stages but mfu, whose bench test_bench.py runs. A stopped run is resumed; every arm has its seeds."""
-    done = run_command("-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel,attention,training", timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=Forked, run=subprocess.run))
+    code = gpu.main(["tiny=true", f"out={tmp_path}", "stages=kernel,attention,training"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
     visit = json.loads((tmp_path / "visit.json").read_text())
     assert visit["machine"]["torch"] == torch.__version__ and set(visit["kernel"].values()) == {"PASSED"}
     assert all(
@@ -28,30 +51,24 @@ def test_the_stand_ins_run_and_leave_their_files(tmp_path: Path) -> None:
     assert visit["benches"]["attention_T_64"]["results"]["rows"][0]["seconds"]
     assert "==== training baseline\n" in (tmp_path / "visit.log").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"visit.json", "table.md", "visit.log"}
-    assert done.stdout.strip().endswith((tmp_path / "table.md").read_text().strip())
-    assert "| less baseline |" in done.stdout and " tests, 0 failed" in done.stdout and "| variant " in done.stdout
+    assert printed.strip().endswith((tmp_path / "table.md").read_text().strip())
+    assert "| less baseline |" in printed and " tests, 0 failed" in printed and "| variant " in printed
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_a_wrong_option_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options, says in (
         (["mintues=3"], "'mintues=3' is not an option: use minutes=, out="),
         (["minutes"], "'minutes' is not an option"),
-        (["minutes=0"], "minutes=0 is not a positive number: use minutes=25"),
-        (["minutes=nan"], "minutes=nan is not a positive number"),
+        (["minutes=nan"], "minutes=nan is not a positive number: use minutes=25"),
         (["minutes="], "minutes= is not a positive number"),
         (["stages=mfu,kernels"], "stages has no 'kernels': use kernel, attention, mfu, training"),
         (["tiny=true", f"out={__file__}"], "File exists"),
         ([], "torch finds no CUDA card: use a machine with one, or try the script on the CPU with tiny=true"),
-    ],
-)
-def test_a_wrong_option_is_refused_in_a_line(
-    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(options) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.startswith("error: ") and error.count("\n") == 1
+    ):
+        assert gpu.main(options) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_a_machine_without_hydra_is_told_the_three_wheels(tmp_path: Path) -> None:
@@ -90,21 +107,20 @@ def test_time_that_is_over_ends_processes_and_says_so(visit: gpu.Visit, monkeypa
     jobs = [("x", "bad", "raise SystemExit('no card')"), ("x", "deaf", deaf), ("x", "never", "")]
     begin = time.monotonic()
     visit.run(jobs[:1], 1, begin + 60)
-    visit.run(jobs[1:], 1, time.monotonic() + 3)
+    visit.run(jobs[1:], 1, time.monotonic() + 2)
     assert time.monotonic() - begin < 60 and not visit.running
     assert visit.processes["x bad"]["failed"] == "no card" and visit.processes["x bad"]["code"] == 1
     assert visit.processes["x deaf"]["stopped"] and "x never" not in visit.processes
 
 
-@pytest.mark.parametrize(("end", "code"), (("PASSED", 0), ("FAILED", 1), ("SKIPPED", 1)))  # skipped: nothing is checked
 def test_a_wrong_kernel_gives_exit_status_1(
-    visit: gpu.Visit, end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    visit: gpu.Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    line = f"tests/model/test_kernels.py::test_long[V1-2] {end} [ 50%]"
-    jobs = [("kernel", "long", f"print({line!r})")]
-    monkeypatch.setattr(gpu.Visit, "carry_out", lambda self: self.run(jobs, 1, time.monotonic() + 60))
-    assert gpu.main(["tiny=true", "stages=kernel", f"out={tmp_path}"]) == code
-    assert ("1 failed test_long[V1-2]" in capsys.readouterr().out) == (end == "FAILED")
+    for end, code in (("PASSED", 0), ("FAILED", 1), ("SKIPPED", 1)):  # skipped: nothing is checked
+        jobs = [("kernel", "long", f"print('tests/model/test_kernels.py::test_long[V1-2] {end} [ 50%]')")]
+        monkeypatch.setattr(gpu.Visit, "carry_out", lambda self, jobs=jobs: self.run(jobs, 1, time.monotonic() + 60))
+        assert gpu.main(["tiny=true", "stages=kernel", f"out={tmp_path}"]) == code
+        assert ("1 failed test_long[V1-2]" in capsys.readouterr().out) == (end == "FAILED")
 
 
 def test_arms_are_compared_over_common_seeds() -> None:
@@ -119,11 +135,11 @@ def test_arms_are_compared_over_common_seeds() -> None:
 
 
 def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel"]
-    with subprocess.Popen(command, cwd=gpu.ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("kernel: at most")
-        time.sleep(1)
-        process.terminate()
-        printed = process.stdout.read()
-    assert process.returncode == 143 and "| kernel half precision |" in printed
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel"]
+        process = Command(command, dict(os.environ), log)
+    until(lambda: "kernel: at most" in (tmp_path / "log").read_text())
+    time.sleep(0.5)
+    process.terminate()
+    assert process.wait(60) == 143 and "| kernel half precision |" in (tmp_path / "log").read_text()
     assert (tmp_path / "table.md").is_file()

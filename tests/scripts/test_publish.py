@@ -26,7 +26,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_was_written_is_published(root: Path, tmp_path: Path, call: Callable) -> None:
+def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, call: Callable) -> None:
     source, target = tmp_path / "study", root / "docs" / "results" / "study"
     (source / "figures").mkdir(parents=True)
     (root / "README.md").write_text("before\n<!-- study table -->\n| old |\n<!-- end -->\nafter\n")
@@ -42,6 +42,17 @@ def test_what_was_written_is_published(root: Path, tmp_path: Path, call: Callabl
     (root / "README.md").write_text(open_ended := "<!-- study table -->\n| old |\nprose\n<!-- other table -->\n<!-- end -->\n")
     assert "the place of the table study has no end: add a line <!-- end --> after it" in call(f"of={source}")
     assert (root / "README.md").read_text() == open_ended
+
+    source, page, bench = tmp_path / "train.json", root / "docs" / "PERFORMANCE.md", root / "docs" / "results" / "bench"
+    page.write_text("before\n<!-- bench/steps table -->\n<!-- end -->\nafter\n")
+    source.write_text(json.dumps({"config": {"peer": "/home/me/nanoGPT", "rounds": 2, "model": {"layers": "b"}}}))
+    assert "give one that scripts/bench.py wrote" in call(f"of={source}")
+    source.with_suffix(".md").write_text("| new |\n")
+    assert "its table is in docs/PERFORMANCE.md" in call(f"of={source}", "name=steps")
+    assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
+    assert {path.name for path in bench.iterdir()} == {"steps.json", "steps.md"}
+    published = json.loads((bench / "steps.json").read_text())
+    assert published == {"config": {"peer": "nanoGPT", "rounds": 2, "model": {"layers": "b"}}}
 
 
 def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: Callable) -> None:
@@ -66,19 +77,6 @@ def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: 
     assert [kept["losses"][0], kept["losses"][-1]] == [losses[0], losses[-1]]
     report = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
     assert publish.shortened(report, recorded=False) == report | {"runs": [{"config": {"run_dir": "a"}}]}  # results are a list
-
-
-def test_a_bench_is_published(root: Path, tmp_path: Path, call: Callable) -> None:
-    source, page, bench = tmp_path / "train.json", root / "docs" / "PERFORMANCE.md", root / "docs" / "results" / "bench"
-    page.write_text("before\n<!-- bench/steps table -->\n<!-- end -->\nafter\n")
-    source.write_text(json.dumps({"config": {"peer": "/home/me/nanoGPT", "rounds": 2, "model": {"layers": "b"}}}))
-    assert "give one that scripts/bench.py wrote" in call(f"of={source}")
-    source.with_suffix(".md").write_text("| new |\n")
-    assert "its table is in docs/PERFORMANCE.md" in call(f"of={source}", "name=steps")
-    assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
-    assert {path.name for path in bench.iterdir()} == {"steps.json", "steps.md"}
-    published = json.loads((bench / "steps.json").read_text())
-    assert published == {"config": {"peer": "nanoGPT", "rounds": 2, "model": {"layers": "b"}}}
 
 
 def numbers(content: Any) -> Iterator[float]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from configs.composing import quoted
 from data.config import TokenizerConfig
-from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer import build_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from scripts.sample import SampleConfig, as_typed
@@ -25,17 +25,12 @@ from training import checkpoint
 from training.saver import save
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return build_tokenizer(TokenizerConfig(name="bytes"))
-
-
 @pytest.fixture
-def make_run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
+def make_run(tmp_path: Path) -> Callable[..., Path]:
     """make_run(layers="d") -> a run whose model says something else after every text (its weights are large)."""
 
     def make(name: str = "run", **more: object) -> Path:
-        folder = tmp_path / name
+        folder, tokenizer = tmp_path / name, build_tokenizer(TokenizerConfig(name="bytes"))
         cfg = {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 64, "vocab_size": tokenizer.vocab_size} | more
         model = stirred(Decoder(DecoderConfig(**cfg)), 0.2, 3)
         save(folder, 4, model, [])
@@ -85,7 +80,9 @@ def test_one_prompt_several_or_none(make_run: Callable[..., Path], call: Callabl
 
 
 @pytest.mark.parametrize("model", [{"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}])
-def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, make_run: Callable[..., Path], call: Callable) -> None:
+def test_a_text_depends_on_its_prompt_and_seed_alone(
+    model: dict, tmp_path: Path, make_run: Callable[..., Path], call: Callable
+) -> None:
     """Batches, padding and neighbours change nothing; the text is what the model generates."""
     run, out = make_run(**model), None
     options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 2, "max_tokens": 12, "seed": 5}
@@ -106,18 +103,13 @@ def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, make_run: Call
             texts.add(out)
     assert len(texts) == 4
 
-
-def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
-    run, out = make_run(), tmp_path / "deep" / "samples.json"
-    done = call(run=run, prompt="a", samples=3, max_tokens=20, top_p=0.9, out=out, seed=11)
-    content = json.loads(out.read_text())
+    done = call(out=tmp_path / "deep" / "samples.json", **options)
+    content = json.loads((tmp_path / "deep" / "samples.json").read_text())
     assert {"eval", "run", "step", "config", "machine", "version", "results"} == set(content)
-    assert content["config"]["top_p"] == 0.9 and content["step"] == 4
+    assert content["config"]["top_p"] == 0.97 and content["step"] == 4
     samples, speed = content["results"]["samples"], content["results"]["speed"]
-    assert [s["seed"] for s in samples] == [11, 12, 13]
-    for s in samples:
-        assert f"a{s['text']}\n" in done.stdout
-        assert s["ended"] == ("length" if len(s["tokens"]) == 20 else "end of text")
+    assert [s["seed"] for s in samples] == [5, 6, 5, 6] and all(f"{s['text']}\n" in done.stdout for s in samples)
+    assert all(s["ended"] == ("length" if len(s["tokens"]) == 12 else "end of text") for s in samples)
     assert speed["new_tokens"] == sum(len(s["tokens"]) for s in samples) and "tokens/s" in done.stderr
 
 

@@ -143,39 +143,38 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
         checkpoint.newest(run, lambda folder: checkpoint.load(folder, Decoder(config("baseline"))))
 
 
-def test_a_run_that_is_trained_while_it_is_read_is_listed_again(run: Path, capsys: pytest.CaptureFixture) -> None:
-    model, seen = Decoder(config("baseline")), []
+def test_a_run_that_is_trained_while_it_is_read_is_listed_again(
+    run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen, real = Decoder(config("baseline")), [], checkpoint.dcp.load
 
     def use(folder: Path) -> int:
         seen.append(folder.name)
         if len(seen) == 1:  # meanwhile the run writes its next checkpoints, and deletes this one
-            writer(run).save(3)
+            writer(run, at=[1]).save(3)
         return checkpoint.load(folder, model)
 
-    assert checkpoint.newest(run, use) == 3 and seen == ["step_00000002", "step_00000003"]
-    assert not capsys.readouterr().err
-
-
-def test_a_checkpoint_that_is_deleted_between_two_files_is_listed_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, model = checkpoint.dcp.load, Decoder(config("baseline"))
-    newer = run / "checkpoints" / "step_00000002"
-
     def load(*arguments: object, **options: object) -> None:
-        if newer.exists():
+        if (newer := run / "checkpoints" / "step_00000003").exists():  # is deleted between two files
             shutil.rmtree(newer)
             raise RuntimeError("unable to open file <optimizer.safetensors> in read-only mode: No such file or directory (2)")
         real(*arguments, **options)
 
+    assert checkpoint.newest(run, use) == 3 and seen == ["step_00000002", "step_00000003"]
     monkeypatch.setattr(checkpoint.dcp, "load", load)
     assert checkpoint.newest(run, lambda folder: checkpoint.load(folder, model)) == 1
+    assert not capsys.readouterr().err
 
 
-def test_what_is_not_finite_is_never_written(run: Path) -> None:
+def test_what_is_not_finite_is_never_written_and_a_moved_run_gets_no_new_folder(run: Path) -> None:
     one = writer(run)
     one.optimizers[0].state[one.model.embedding.weight]["exp_avg"][0, 0] = float("inf")
     with pytest.raises(ValueError, match="embedding.weight/exp_avg is not finite at step 3"):
         one.save(3)
     assert names(run) == ["step_00000001", "step_00000002"]
+    with pytest.raises(ValueError, match="step_00000003 could not be written .*No such file"):
+        writer(run / "moved").save(3)
+    assert not (run / "moved").exists()
 
 
 def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: Path) -> None:
@@ -188,36 +187,43 @@ def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: 
     assert newest(run) == "step_00000004"
 
 
-@pytest.mark.parametrize(("refused", "code"), (("folders", errno.EINVAL), ("files", errno.EIO), ("files", errno.ENOSPC)))
-def test_a_file_system_that_syncs_no_folders_keeps_its_checkpoints(
-    refused: str, code: int, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_syncs_no_folders_keeps_its_checkpoints(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CIFS and others; a file that cannot be synced is an error, which keeps the checkpoint before and leaves nothing."""
-    fsync = os.fsync
+    fsync, refused = os.fsync, {"files": errno.EIO}
 
     def picky(handle: int) -> None:
-        if refused == ("folders" if stat.S_ISDIR(os.fstat(handle).st_mode) else "files"):
+        if code := refused.get("folders" if stat.S_ISDIR(os.fstat(handle).st_mode) else "files"):
             raise OSError(code, os.strerror(code))
         fsync(handle)
 
     monkeypatch.setattr(saver.os, "fsync", picky)
-    if refused == "folders":
-        writer(run).save(3)
-        assert newest(run) == "step_00000003"
-        return
-    says = f"step_00000003 could not be written .*{os.strerror(code)}: '.*/.step_00000003.part/\\w+\\..*before it is kept"
-    with pytest.raises(ValueError, match=says):
-        writer(run).save(3)
-    assert names(run) == ["step_00000001", "step_00000002"]
+    for refused["files"] in (errno.EIO, errno.ENOSPC):
+        why = os.strerror(refused["files"])
+        says = f"step_00000003 could not be written .*{why}: '.*/.step_00000003.part/\\w+\\..*before it is kept"
+        with pytest.raises(ValueError, match=says):
+            writer(run).save(3)
+        assert names(run) == ["step_00000001", "step_00000002"]
+    refused.clear()
+    refused["folders"] = errno.EINVAL
+    writer(run).save(3)
+    assert newest(run) == "step_00000003"
+    (run / "plain").touch()  # its files have the rights of the umask
+    rights = {path.stat().st_mode for path in (run / "checkpoints" / "step_00000003").iterdir()}
+    assert rights == {(run / "plain").stat().st_mode}
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training_and_a_link_goes_without_its_target(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def held(path: Path, **options: object) -> None:
         if path.name.endswith(".old.part"):
             raise OSError(errno.EBUSY, "Device or resource busy")
 
+    old = run / "checkpoints" / "step_00000001"
+    old.rename(tmp_path / "elsewhere")
+    old.symlink_to(tmp_path / "elsewhere")
+    (run / "checkpoints" / ".step_00000000.old.part").symlink_to(tmp_path / "elsewhere")  # of an earlier version
+    lock_run(run).release()
     one = writer(run)
     with monkeypatch.context() as patched:
         patched.setattr(saver.shutil, "rmtree", held)
@@ -225,25 +231,4 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training(
     assert "could not be deleted ([Errno 16] Device or resource busy); training goes on" in capsys.readouterr().out
     one.save(4)
     assert [folder.name for folder in checkpoint.checkpoints(run)] == ["step_00000004"]
-
-
-def test_an_old_checkpoint_that_is_a_link_goes_without_its_target(run: Path, tmp_path: Path) -> None:
-    old = run / "checkpoints" / "step_00000001"
-    old.rename(tmp_path / "elsewhere")
-    old.symlink_to(tmp_path / "elsewhere")
-    (run / "checkpoints" / ".step_00000000.old.part").symlink_to(tmp_path / "elsewhere")  # of an earlier version
-    lock_run(run).release()
-    writer(run).save(3)
-    assert names(run) == ["step_00000003"] and (tmp_path / "elsewhere/state.json").is_file()
-
-
-def test_a_checkpoint_makes_no_folder_for_a_run_that_was_moved(run: Path) -> None:
-    with pytest.raises(ValueError, match="step_00000003 could not be written .*No such file"):
-        writer(run / "moved").save(3)
-    assert not (run / "moved").exists()
-
-
-def test_files_of_a_checkpoint_have_the_rights_of_the_umask(run: Path) -> None:
-    (run / "plain").touch()
-    newest_folder = run / "checkpoints" / newest(run)
-    assert {path.stat().st_mode for path in newest_folder.iterdir()} == {(run / "plain").stat().st_mode}
+    assert (tmp_path / "elsewhere/state.json").is_file()

@@ -23,59 +23,63 @@ from training.run import TrainConfig
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("every_rank", (True, False))
-def test_each_process_of_a_training_prints_its_error(
-    every_rank: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_each_process_of_a_training_prints_its_error_and_torchrun_ends_its_output_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit), one_line_errors(TrainConfig, every_rank), World(1, 2, CPU).errors():
-        raise ValueError("no room")
-    assert capsys.readouterr().err == ("error on rank 1: no room\n" if every_rank else "")
+    for every_rank, printed in ((True, "error on rank 1: no room\n"), (False, "")):
+        with pytest.raises(SystemExit), one_line_errors(TrainConfig, every_rank), World(1, 2, CPU).errors():
+            raise ValueError("no room")
+        assert capsys.readouterr().err == printed
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert str(ChildFailedError("train.py", {0: failure})).rstrip(" =\n").endswith("error: no room")
 
 
-@pytest.mark.parametrize(
-    ("others", "says"), (("1", "from rank 2:"), ("", "from rank 1, 2:"), ("12", "from the network between the ranks:"))
-)
-def test_a_process_that_hangs_is_named(others: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_or_is_lost_is_named_and_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """By those that waited for it in vain, and that say so in the store."""
     monkeypatch.setattr(distributed, "PATIENCE", 0.01)
-    store = dist.HashStore()
-    for rank in others:
-        store.set(f"waited_{rank}", "")
-    with pytest.raises(ConnectionError, match=f"^no answer for 0:10:00 {says}"), World(0, 3, CPU, store).errors():
-        raise RuntimeError(
-            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
-        )
-
-
-def test_processes_that_never_come_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(*_: object, **__: object) -> None:
-        raise dist.DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
-
-    monkeypatch.setattr(dist, "rendezvous", nobody)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConnectionError, match=r"WORLD_SIZE=2 processes came \(.* 1/2 clients joined.\): start all, or unset RANK"
-    ):
-        join_world("cpu")
-
-
-def test_a_lost_process_is_one_line_and_a_bug_keeps_its_traceback() -> None:
+    late = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
+    for others, says in (("1", "from rank 2:"), ("", "from rank 1, 2:"), ("12", "from the network between the ranks:")):
+        store = dist.HashStore()
+        for rank in others:
+            store.set(f"waited_{rank}", "")
+        with pytest.raises(ConnectionError, match=f"^no answer for 0:10:00 {says}"), World(0, 3, CPU, store).errors():
+            raise RuntimeError(late)
     with pytest.raises(ConnectionError, match="another process has ended"), World(0, 2, CPU).errors():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes"), World(0, 2, CPU).errors():
         raise RuntimeError("shapes differ")
 
 
-@pytest.mark.parametrize("config", (TrainConfig, EvalConfig))
-def test_a_full_gpu_is_one_line_that_names_what_needs_less(config: type, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as end, one_line_errors(config, every_rank=True), World(0, 1, CPU).errors():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.startswith("error: the GPU has too little free memory: use a smaller micro_batch=")
-    assert line.count("\n") == 1
-    with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(config):
-        raise RuntimeError("shapes")
+def test_processes_that_never_come_or_share_a_gpu_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise dist.DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
+
+    monkeypatch.setattr(dist, "rendezvous", nobody)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    two_cards = "use device=cuda and torchrun --nproc_per_node=2 or less"
+    for device, rank, size, error, says in (
+        ("cpu", 0, 2, ConnectionError, r"WORLD_SIZE=2 processes came \(.* 1/2 clients joined.\): start all, or unset RANK"),
+        ("cpu", 1, 1, ValueError, "RANK=1 is not below WORLD_SIZE=1: unset both, or start the processes with torchrun"),
+        ("cuda:0", 2, 3, ValueError, two_cards),
+        ("cuda", 2, 3, ValueError, two_cards),
+    ):
+        for name, value in (("RANK", rank), ("LOCAL_WORLD_SIZE", size), ("WORLD_SIZE", size)):
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(error, match=says):
+            join_world(device)
+
+
+def test_a_full_gpu_is_one_line_that_names_what_needs_less(capsys: pytest.CaptureFixture) -> None:
+    for config in (TrainConfig, EvalConfig):
+        with pytest.raises(SystemExit) as end, one_line_errors(config, every_rank=True), World(0, 1, CPU).errors():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.count("\n") == 1
+        assert line.startswith("error: the GPU has too little free memory: use a smaller micro_batch=")
+        with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(config):
+            raise RuntimeError("shapes")
 
 
 def test_after_an_error_no_process_waits_for_the_others_before_it_is_printed(
@@ -90,14 +94,6 @@ def test_after_an_error_no_process_waits_for_the_others_before_it_is_printed(
     assert again.returncode == 2 and "resume=true" in again.stderr and closed == [0]
 
 
-def test_torchrun_ends_its_output_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(ValueError), World(0, 2, CPU).errors():
-        raise ValueError("steps=0 is out of range")
-    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
-    assert str(ChildFailedError("train.py", {0: failure})).rstrip(" =\n").endswith("error: steps=0 is out of range")
-
-
 def test_a_gpu_copies_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs and targets are views of longer rows; torch would copy such a tensor through memory that is not pinned."""
     pinned = []
@@ -107,30 +103,11 @@ def test_a_gpu_copies_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None
     assert pinned == [True, True]
 
 
-def test_a_rank_of_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="RANK=1 is not below WORLD_SIZE=1: unset both, or start the processes with torchrun"):
-        join_world("cpu")
-
-
-@pytest.mark.parametrize("device", ("cuda:0", "cuda"))
-def test_processes_do_not_share_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in (("RANK", 2), ("LOCAL_WORLD_SIZE", 3), ("WORLD_SIZE", 3)):
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(ValueError, match="use device=cuda and torchrun --nproc_per_node=2 or less"):
-        join_world(device)
-
-
-def test_json_never_holds_what_json_does_not_know(tmp_path: Path) -> None:
+def test_json_holds_what_json_knows_and_a_list_of_numbers_on_one_line(tmp_path: Path) -> None:
     content = {"a": [1.0, math.nan, (math.inf, {"b": -math.inf})], "c": float("nan"), "d": Path("x"), "e": 2}
-    write_json(tmp_path / "x.json", content)
     wanted = {"a": [1.0, None, [None, {"b": None}]], "c": None, "d": "x", "e": 2}
+    write_json(tmp_path / "x.json", content)
     assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json_text(content)) == wanted
-
-
-def test_json_has_a_list_of_numbers_on_one_line(tmp_path: Path) -> None:
     content = {"a": [1, -2.5, 1e-7, None], "b": [[1.5, 2], [3, 4]], "c": ["[\n 1,\n 2\n]", 1], "d": [], "e": [True, 1]}
     write_json(tmp_path / "x.json", content)
     text = (tmp_path / "x.json").read_text()
@@ -147,24 +124,18 @@ def test_what_a_killed_command_left_half_written_is_removed_and_nothing_else(tmp
             write_atomic(tmp_path / "a.json", b"{}")
     os.waitpid(killed, 0)
     assert len(list(tmp_path.glob(".*.part"))) == 2 and not folder.exists()
-    with whole_folder(folder) as partial:
-        (partial / "a").write_text("new")
+    for text in ("new", "newer"):
+        with whole_folder(folder) as partial:
+            (partial / "a").write_text(text)
     with pytest.raises(KeyboardInterrupt), whole_folder(folder) as partial:
         (partial / "a").write_text("half")
         raise KeyboardInterrupt
-    assert (folder / "a").read_text() == "new"
-    with whole_folder(folder) as partial:
-        (partial / "a").write_text("newer")
     write_atomic(tmp_path / "b.json", b"{", b"}")
-    (tmp_path / ".lock").touch()
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "b.json", "folder"]
-    assert (folder / "a").read_text() == "newer" and (tmp_path / "b.json").read_text() == "{}"
-
-
-def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
     first = FolderLock(tmp_path, "trains in it")
     with pytest.raises(ValueError, match=r"is in use: another process trains in it"):
         FolderLock(tmp_path, "trains in it")
-    first.release()
+    first.release()  # a lock ends with its holder
     FolderLock(tmp_path, "trains in it").release()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "b.json", "folder"]
+    assert (folder / "a").read_text() == "newer" and (tmp_path / "b.json").read_text() == "{}"

@@ -38,14 +38,13 @@ def train(kind: str, bad: dict[int, float], ask_host: bool, guarded: bool = True
 
 
 @pytest.mark.parametrize("kind", ("adamw", "muon"))
-@pytest.mark.parametrize("ask_host", (True, False))
-def test_a_skipped_update_leaves_no_trace(kind: str, ask_host: bool) -> None:
-    good = train(kind, {}, ask_host)
-    plain = train(kind, {}, ask_host, guarded=False)
-    assert all(torch.equal(good[name], plain[name]) for name in good)  # a guard changes no bit
+def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
+    plain = train(kind, {}, True, guarded=False)
+    for ask_host in (True, False):
+        good = train(kind, {}, ask_host)
+        assert all(torch.equal(good[name], plain[name]) for name in good)  # a guard changes no bit
     for number in (float("nan"), float("inf")):
-        skipped = train(kind, {1: number, 3: number}, ask_host)
-        host = train(kind, {1: number, 3: number}, True)
+        skipped, host = (train(kind, {1: number, 3: number}, ask_host) for ask_host in (False, True))
         assert all(tensor.isfinite().all() for tensor in skipped.values())
         assert all(torch.equal(skipped[name], host[name]) for name in host)
         assert any(not torch.equal(skipped[name], good[name]) for name in good)
@@ -62,7 +61,9 @@ def feed(guard: Guard, losses: list[float], norm: float = 1.0) -> list[int]:
 
 
 def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
-    nan = math.nan
+    nan, guard = math.nan, guard_of()
+    guard.step_optimizers(3, torch.tensor(nan), torch.tensor(2.5))
+    assert list(guard.skipped_updates()) == [(3, "loss nan, gradient norm 2.5")]
     assert feed(guard_of(), [nan, nan, 1.0, nan, math.inf]) == [1, 2, 4, 5]
     guard, seen = guard_of(), []
     for step, loss in enumerate([1.0, nan, nan, nan, 1.0], 1):
@@ -78,9 +79,3 @@ def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
     with pytest.raises(Diverged, match="the loss is nan at step 2"):
         guard_of().refuse_bad_end(2, nan)
     guard_of().refuse_bad_end(2, 1.0)
-
-
-def test_a_skipped_update_says_why() -> None:
-    guard = guard_of()
-    guard.step_optimizers(3, torch.tensor(math.nan), torch.tensor(2.5))
-    assert list(guard.skipped_updates()) == [(3, "loss nan, gradient norm 2.5")]

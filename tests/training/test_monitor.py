@@ -66,6 +66,11 @@ def test_lambda_is_made_of_its_parts_with_the_warm_up_in_it() -> None:
     values = [of_layer(numbers, i)["lambda"] for i in (0, 1)]
     assert numbers["monitor/mean/lambda"] == pytest.approx(sum(values) / 2, rel=1e-5)
     assert numbers["monitor/std/lambda"] == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-4)
+    model.blocks[0].attention.lambda_q1.fill_(1e30)  # what is not finite is left out
+    model.blocks[0].attention.lambda_k1.fill_(1e30)
+    numbers = Monitor(model, tokens()).read()
+    assert "monitor/layer_0/lambda" not in numbers and "monitor/layer_1/lambda" in numbers
+    json.loads(json.dumps(numbers), parse_constant=lambda name: pytest.fail(name))
 
 
 def test_lambdas_of_tokens_gates_and_path_weights_are_means_with_their_spread() -> None:
@@ -88,37 +93,20 @@ def test_lambdas_of_tokens_gates_and_path_weights_are_means_with_their_spread() 
     assert read["alpha"] == pytest.approx(model.blocks[0].attention.alpha.item(), rel=1e-5)
 
 
-def test_statistics_of_maps_are_those_of_the_whole_maps() -> None:
-    model, x = randomized("diff"), tokens(rows=3)
-    monitor = Monitor(model, x)
-    with torch.no_grad(), probe(model, torch.arange(32)) as maps:
-        model(x)
-    assert monitor.rows.tolist() == list(range(1, 32, 2))
-    rows = maps.layers[1][:, :, monitor.rows].double()
-    mass = rows.abs().sum(-1)
-    read = of_layer(monitor.read(), 1)
-    assert read["first"] == pytest.approx((rows[..., 0].abs() / mass).mean().item(), rel=1e-4)
-    assert read["sinks"] == ((rows[..., 0].abs() / mass).mean(-1) > 0.3).double().mean().item()
-    negative = (-rows.clamp(max=0)).sum(-1).div(mass).mean().item()
-    assert read["negative"] == pytest.approx(negative, rel=1e-4) and negative > 0
-    p = rows.abs() / mass[..., None]
-    assert read["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
-
-
 def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
-    """From the layer's queries and keys, at the monitor's rows; the second map is not the first."""
+    """From the layer's queries and keys, at the monitor's rows; and statistics of whole maps are those of the probe."""
     model, x, seen = randomized("diff"), tokens(rows=3), {}
-    attention = model.blocks[0].attention
-    hook = lambda _, inputs: seen.update(x=inputs[0], rope=inputs[1])  # noqa: E731
-    with torch.no_grad():
-        handle = attention.register_forward_pre_hook(hook)
-        monitor = Monitor(model, x)
-        read = of_layer(monitor.read(), 0)
+    attention, monitor = model.blocks[1].attention, Monitor(model, x)
+    assert monitor.rows.tolist() == list(range(1, 32, 2))
+    with torch.no_grad(), probe(model, torch.arange(32)) as probed:
+        handle = attention.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0], rope=inputs[1]))
+        model(x)
         handle.remove()
         q, k, _ = attention.project(seen["x"], seen["x"])
         q, k = attention.turn(q, seen["rope"]), attention.turn(k, seen["rope"])  # (B, 2h, T, d)
         logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         maps = logits.masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf).softmax(-1)[:, :, monitor.rows]
+    read = of_layer(monitor.read(), 1)
     for c in (0, 1):
         p = maps[:, c::2]
         assert read[f"first_{c + 1}"] == pytest.approx(p[..., 0].mean().item(), rel=1e-4)
@@ -126,6 +114,15 @@ def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
     shared = torch.minimum(maps[:, 0::2], maps[:, 1::2]).sum(-1).mean().item()
     assert read["overlap"] == pytest.approx(shared, rel=1e-4) and 0 < shared < 0.95
     assert abs(read["entropy_1"] - read["entropy_2"]) > 1e-3
+
+    rows = probed.layers[1][:, :, monitor.rows].double()
+    mass = rows.abs().sum(-1)
+    assert read["first"] == pytest.approx((rows[..., 0].abs() / mass).mean().item(), rel=1e-4)
+    assert read["sinks"] == ((rows[..., 0].abs() / mass).mean(-1) > 0.3).double().mean().item()
+    negative = (-rows.clamp(max=0)).sum(-1).div(mass).mean().item()
+    assert read["negative"] == pytest.approx(negative, rel=1e-4) and negative > 0
+    p = rows.abs() / mass[..., None]
+    assert read["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
 
 
 def test_layers_are_evenly_chosen_and_every_variant_of_a_stack_is_seen() -> None:
@@ -165,7 +162,7 @@ def test_training_does_not_notice() -> None:
 
 def test_a_compiled_graph_is_compiled_once() -> None:
     torch._dynamo.reset()
-    model, counter = Decoder(config("diff")), CompileCounter()
+    model, counter = Decoder(config("diff", n_layer=1)), CompileCounter()
     net, monitor = torch.compile(model, backend=counter, dynamic=False), Monitor(model, tokens())
     monitor.read()
     for _ in range(3):
@@ -176,25 +173,14 @@ def test_a_compiled_graph_is_compiled_once() -> None:
     assert counter.frame_count == compiled == 1
 
 
-def test_what_is_not_finite_is_left_out() -> None:
-    model = Decoder(config("diff"))
-    with torch.no_grad():
-        model.blocks[0].attention.lambda_q1.fill_(1e30)
-        model.blocks[0].attention.lambda_k1.fill_(1e30)
-    numbers = Monitor(model, tokens()).read()
-    assert "monitor/layer_0/lambda" not in numbers and "monitor/layer_1/lambda" in numbers
-    json.loads(json.dumps(numbers), parse_constant=lambda name: pytest.fail(name))
-
-
 def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Path, tmp_path: Path) -> None:
     runs = {}
-    for name, every in (("often", 2), ("never", 0)):
-        more = ("model=diff", "steps=5", "model.dropout=0.1", "model.diff.lambda_warmup=10")
-        runs[name] = metrics(trained(shards, tmp_path / name, *more, f"monitor.every={every}"))
-    watched = [line for line in runs["often"] if "monitor_s" in line]
-    assert [line["step"] for line in watched] == [0, 2, 4, 5] and watched[1]["tokens"] == 1024
-    mixes = [line["monitor/mean/lambda_mix"] for line in watched]
-    assert mixes == pytest.approx([0.1, 0.2, 0.4, 0.5])
-    assert not any("monitor_s" in line for line in runs["never"])
-    losses = {name: [line["loss"] for line in lines if "loss" in line] for name, lines in runs.items()}
-    assert losses["often"] == losses["never"]
+    for every in (2, 0):
+        more = ("model=diff", "model.n_layer=1", "steps=3", "model.dropout=0.1", "model.diff.lambda_warmup=10")
+        runs[every] = metrics(trained(shards, tmp_path / str(every), *more, f"monitor.every={every}"))
+    watched = [line for line in runs[2] if "monitor_s" in line]
+    assert [line["step"] for line in watched] == [0, 2, 3] and watched[1]["tokens"] == 1024
+    assert [line["monitor/mean/lambda_mix"] for line in watched] == pytest.approx([0.1, 0.2, 0.3])
+    assert not any("monitor_s" in line for line in runs[0])
+    often, never = ([line["loss"] for line in lines if "loss" in line] for lines in runs.values())
+    assert often == never

@@ -12,11 +12,12 @@ from configs.files import read_json_lines
 from data.config import TokenizerConfig
 from data.loader import Windows
 from data.retrieval import cities
-from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer import build_tokenizer
 from eval.report.runs import read_run
 from tests.training.test_train import trained
 from training.validation import NeedleProbe
 
+TOKENIZER = build_tokenizer(TokenizerConfig("bytes"))
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped. " * 40
 
 
@@ -31,11 +32,6 @@ class Text:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.tokens[start:stop]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return build_tokenizer(TokenizerConfig("bytes"))
 
 
 class Reader(nn.Module):
@@ -56,44 +52,40 @@ class Reader(nn.Module):
         return logits
 
 
-def test_known_readers(tokenizer: Tokenizer) -> None:
-    windows = Windows([Text(tokenizer.encode(TEXT))], 160)
-    probe = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
+def test_known_readers() -> None:
+    windows = Windows([Text(TOKENIZER.encode(TEXT))], 160)
+    probe = NeedleProbe(Reader(TOKENIZER.vocab_size), windows, TOKENIZER, 16, 4)
     assert probe.read() == 1.0 and probe.rows.shape == (16, 161)
     probe.model.wrong = 4
     assert probe.read() == 0.75 and probe.model.training
     held_out = set(cities("eval"))
     for row in probe.rows:
-        named = tokenizer.decode(row.tolist()).split("The magic number of ")[1:]
+        named = TOKENIZER.decode(row.tolist()).split("The magic number of ")[1:]
         assert len(named) == 2 and named[0].split(".")[0] == named[1].split(".")[0] and named[0].split()[0] in held_out
-    again = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
+    again = NeedleProbe(Reader(TOKENIZER.vocab_size), windows, TOKENIZER, 16, 4)
     assert torch.equal(again.rows, probe.rows)
 
 
-def test_a_document_mask_hides_no_needle(tokenizer: Tokenizer) -> None:
-    windows = Windows([Text([tokenizer.eot, *tokenizer.encode(TEXT[:30])] * 40)], 160)
-    reader = Reader(tokenizer.vocab_size)
+def test_a_document_mask_hides_no_needle() -> None:
+    windows = Windows([Text([TOKENIZER.eot, *TOKENIZER.encode(TEXT[:30])] * 40)], 160)
+    reader = Reader(TOKENIZER.vocab_size)
     ends = {}
     for reader.cfg.document_mask in (False, True):
-        ends[reader.cfg.document_mask] = NeedleProbe(reader, windows, tokenizer, 16, 4).rows.eq(tokenizer.eot).sum(1)
+        ends[reader.cfg.document_mask] = NeedleProbe(reader, windows, TOKENIZER, 16, 4).rows.eq(TOKENIZER.eot).sum(1)
     assert (ends[False] > 1).all() and (ends[True] == 1).all()
-
-
-def test_what_cannot_be_asked(tokenizer: Tokenizer) -> None:
-    windows = Windows([Text(tokenizer.encode(TEXT))], 60)
-    with pytest.raises(ValueError, match="needle_every=0"):
-        NeedleProbe(Reader(9), windows, tokenizer, 4, 4)
+    with pytest.raises(ValueError, match="needle_every=0"):  # no question fits
+        NeedleProbe(reader, Windows([Text(TOKENIZER.encode(TEXT))], 60), TOKENIZER, 4, 4)
 
 
 def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
     mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "model.dropout=0.1")
-    more = ("steps=4", "monitor.every=0", *mixed)
+    more = ("steps=3", "model.n_layer=1", "monitor.every=0", *mixed)
     for name, needles in (("with", ("needle_every=2", "needle_samples=8")), ("without", ())):
         trained(shards, tmp_path / name, *more, *needles)
     lines, plain = (list(read_json_lines(tmp_path / name / "metrics.jsonl")) for name in ("with", "without"))
-    assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 3]
     losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))
-    assert losses == expected and len(losses) == 4
+    assert losses == expected and len(losses) == 3
     assert all({"loss_text", "loss_retrieval"} <= line.keys() for line in plain if "loss" in line)
     run = read_run(tmp_path / "with")
     assert run.value("train.tokens_to_0.5") is None and run.value("train.val_loss") > 0

@@ -1,6 +1,6 @@
-"""Optimizer groups, schedules, checkpoints, metrics."""
+"""Optimizer groups, schedules, checkpoints, metrics; Muon's iteration, which rounds the same on every processor."""
 
-import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.rotary import RopeScaling
 from tests.variants import VARIANTS, config
-from training import checkpoint, distributed, validation
-from training.distributed import World, pick_dtype
-from training.metrics import Metrics
+from training import checkpoint, distributed, metrics, muon, validation
+from training.distributed import World, pick_dtype, slow_bfloat16
 from training.optim import OptimConfig, build_optimizers, check_warmup, decay_start, lr_factor, set_lr, state_tensors
 from training.saver import save
 from training.validation import losses_by_kind
@@ -37,7 +36,8 @@ def stepped(model: Decoder, cfg: OptimConfig, steps: int = 2) -> list[torch.opti
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, name: str) -> None:
     model = Decoder(config(variant, tie=variant != "baseline"))
-    groups = [g for o in build_optimizers(model, OptimConfig(name=name)) for g in o.param_groups]
+    optimizers = build_optimizers(model, OptimConfig(name=name))
+    groups = [g for o in optimizers for g in o.param_groups]
     names = [n for g in groups for n in g["names"]]
     declared = {f".{name}." for block in model.blocks for name in block.attention.undecayed}
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
@@ -46,60 +46,43 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
             assert p is dict(model.named_parameters())[n]
             gate = any(part in f"{n}." for part in (".lambda_", ".path_", ".gate_", *declared))
             assert (group["weight_decay"] == 0) == (p.dim() < 2 or gate), n
-    muon = [
-        n
-        for o in build_optimizers(model, OptimConfig(name=name))
-        if isinstance(o, torch.optim.Muon)
-        for n in o.param_groups[0]["names"]
-    ]
+    muon = [n for o in optimizers if isinstance(o, torch.optim.Muon) for n in o.param_groups[0]["names"]]
     assert all(n.startswith("blocks.") for n in muon) and bool(muon) == (name == "muon")
 
 
-def test_set_lr_scales_every_group_from_its_peak() -> None:
-    cfg = OptimConfig(name="muon", lr=0.1, muon_lr=0.4, schedule="linear", warmup=1, min_lr=0.0)
-    optimizers = build_optimizers(Decoder(config("diff")), cfg)
-    assert set_lr(optimizers, 0, 11, cfg) == 0.05  # warm-up
-    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.2, 0.05]
-    assert set_lr(optimizers, 1, 11, cfg) == 0.1
-
-
-@pytest.mark.parametrize(
-    ("schedule", "values"),
-    (
-        ("cosine", {0: 1 / 11, 9: 10 / 11, 10: 1.0, 35: 0.55 + 0.45 / 2**0.5, 60: 0.55, 85: 0.55 - 0.45 / 2**0.5, 110: 0.1}),
-        ("linear", {0: 1 / 11, 10: 1.0, 35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1}),
-        ("wsd", {0: 1 / 11, 10: 1.0, 60: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),
-    ),
-)
-def test_schedules_at_known_points(schedule: str, values: dict[int, float]) -> None:
-    cfg = OptimConfig(schedule=schedule, warmup=10, min_lr=0.1, decay=0.2)
-    for step, value in values.items():
-        assert lr_factor(step, 110, cfg) == pytest.approx(value), step
-
-
-def test_a_warm_up_that_reaches_into_the_decay_of_wsd_is_refused() -> None:
+def test_schedules_at_known_points() -> None:
+    for schedule, values in {
+        "cosine": {0: 1 / 11, 9: 10 / 11, 10: 1.0, 35: 0.55 + 0.45 / 2**0.5, 60: 0.55, 85: 0.55 - 0.45 / 2**0.5, 110: 0.1},
+        "linear": {0: 1 / 11, 10: 1.0, 35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1},
+        "wsd": {0: 1 / 11, 10: 1.0, 60: 1.0, 88: 1.0, 99: 0.55, 110: 0.1},
+    }.items():
+        cfg = OptimConfig(schedule=schedule, warmup=10, min_lr=0.1, decay=0.2)
+        for step, value in values.items():
+            assert lr_factor(step, 110, cfg) == pytest.approx(value), (schedule, step)
     cfg = OptimConfig(schedule="wsd", warmup=16, decay=0.2)
     assert decay_start(20, cfg) == 16
-    check_warmup(20, cfg)
-    check_warmup(2, replace(cfg, schedule="cosine"))
-    for wrong in (replace(cfg, warmup=17), replace(cfg, decay=0.25)):
-        with pytest.raises(ValueError, match=r"lower optim\.warmup or optim\.decay"):
-            check_warmup(20, wrong)
+    for warmup, schedule, reaches in ((16, "wsd", False), (17, "cosine", False), (17, "wsd", True)):  # into the decay
+        with pytest.raises(ValueError, match=r"lower optim\.warmup or optim\.decay") if reaches else nullcontext():
+            check_warmup(20, replace(cfg, warmup=warmup, schedule=schedule))
+    cfg = OptimConfig(name="muon", lr=0.1, muon_lr=0.4, schedule="linear", warmup=1, min_lr=0.0)
+    optimizers = build_optimizers(Decoder(config("diff")), cfg)
+    assert set_lr(optimizers, 0, 11, cfg) == 0.05  # warm-up, of every group from its peak
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.2, 0.05] and set_lr(optimizers, 1, 11, cfg) == 0.1
 
 
-@pytest.mark.parametrize("variant", ("baseline", "diff", "introspective"))
-def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "steps"), (("baseline", 2), ("diff", 2), ("introspective", 0)))
+def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, steps: int, tmp_path: Path) -> None:
     cfg = OptimConfig(name="muon")  # and AdamW for the rest
     model = Decoder(config(variant))
-    optimizers = stepped(model, cfg)
-    folder = save(tmp_path, 2, model, optimizers)
+    optimizers = stepped(model, cfg, steps)
+    folder = save(tmp_path, steps, model, optimizers)
     other = Decoder(config(variant), seed=9)
     others = build_optimizers(other, cfg)
-    assert checkpoint.load(folder, other, others) == 2
+    assert checkpoint.load(folder, other, others) == steps
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[key])
     a, b = state_tensors(optimizers), state_tensors(others)
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert a.keys() == b.keys() and bool(a) == bool(steps) and all(torch.equal(a[key], b[key]) for key in a)
     assert (other.head.weight is other.embedding.weight) == other.cfg.tie
 
 
@@ -120,36 +103,17 @@ def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
         checkpoint.load_run(tmp_path)
 
 
-def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
-    log = Metrics(tmp_path, "off", {}, 0)
-    for step in (1, 2, 3):
-        log.write(step=step, loss=float(step), mfu=None)
-    log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"loss": 1.0}\n')  # without a step
-    log = Metrics(tmp_path, "off", {}, 2)
-    log.write(step=3, loss=30.0)
-    log.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [1.0, 2.0, 30.0] and "mfu" not in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "amx", "avx512", "dtype"),
-    (
+def test_the_dtype_of_a_cpu_is_the_one_that_it_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, amx, avx512, dtype in (
         ("AMD EPYC 9R14", False, True, torch.bfloat16),
         ("Intel(R) Xeon(R) Processor", True, True, torch.bfloat16),
         ("Intel(R) Xeon(R) Processor", False, True, torch.float32),
         ("AMD EPYC 7763", False, False, torch.float32),
-    ),
-)
-def test_the_dtype_of_a_cpu_is_the_one_that_it_multiplies_faster(
-    name: str, amx: bool, avx512: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distributed, "cpu_name", lambda: name)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    assert pick_dtype("auto", torch.device("cpu")) is dtype
+    ):
+        monkeypatch.setattr(distributed, "cpu_name", lambda name=name: name)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx512=avx512: avx512)
+        assert pick_dtype("auto", torch.device("cpu")) is dtype
 
 
 @pytest.mark.parametrize("at_once", [2**26, 2 * 8 * 11])
@@ -188,3 +152,60 @@ def test_the_validation_loss_is_without_dropout() -> None:
     model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
     values = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
     assert values[0] == values[1] and model.training
+
+
+def test_memory_is_that_of_this_process_and_stands_in_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1200.0, "mfu": None}
+    for content, gb, says in (("VmHWM:\t 2000000 kB\n", 2.048, "mem 2.05 GB"), ("VmSize:\t 9 kB\n", None, "mem n/a")):
+        (tmp_path / "status").write_text(content)
+        monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
+        assert metrics.memory_gb(torch.device("cpu")) == gb
+        assert says in metrics.log_line(1, 10, 512, line | {"mem_gb": gb})
+
+
+def test_a_peak_belongs_to_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, peak in (
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12), ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A1000", None), ("NVIDIA GB200", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert metrics.peak_flops(torch.device("cuda")) == peak, name
+    assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().double()
+
+
+def newton_schulz(x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz in float64 on one matrix after the other, every product rounded to bfloat16 and nothing else."""
+    (a, b, c), steps, eps = NEWTON_SCHULZ
+    results = []
+    for matrix in x:
+        y = (matrix / matrix.norm().clamp(min=eps)).double()  # the iteration begins with the bfloat16 quotient
+        for _ in range(steps):
+            gram = rounded(y @ y.T)
+            y = rounded(a * y + rounded(b * gram + c * gram @ gram) @ y)
+        results.append(y)
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("slow", (False, True))
+def test_every_product_is_rounded_to_bfloat16(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "slow_bfloat16", lambda device: slow)
+    x = torch.randn(3, 7, 19, generator=torch.Generator().manual_seed(0)).bfloat16()
+    result, expected = muon.orthogonalized(x, *NEWTON_SCHULZ), newton_schulz(x)
+    assert result.dtype == torch.bfloat16
+    assert (result.double() - expected).norm() / expected.norm() < 2e-3  # unrounded products are 0.02 away
+
+
+def test_bfloat16_is_slow_where_onednn_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for supported in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        assert slow_bfloat16(torch.device("cpu")) == (not supported)
+    assert not slow_bfloat16(torch.device("cuda"))  # a card decides for itself

@@ -40,12 +40,12 @@ def test_a_preempted_job_of_an_ablation_stops_its_training_first(
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in (str(ROOT), *sys.path) if path))
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
     arms = {"baseline": ["model=baseline"]}
-    arguments = [one.replace("steps=16", "steps=150") for one in toy(shards, tmp_path, arms, "seeds=1", "only=baseline-s1")]
+    arguments = [one.replace("steps=8", "steps=80") for one in toy(shards, tmp_path, arms, "seeds=1", "only=baseline-s1")]
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=5)
     job = executor.submit(Command(), [SCRIPT, *arguments])  # many steps, so that the signal comes in time
     log = tmp_path / "toy" / "logs" / "baseline-s1.log"
-    until(lambda: log.is_file() and "step   2/150" in log.read_text(), limit=400)
+    until(lambda: log.is_file() and "step  2/80" in log.read_text(), limit=400)
     (task,) = children(job._process.pid)
     (training,) = children(task)
     for process in (training, task):  # in the other order the ablation's SIGTERM may reach the training first
@@ -53,5 +53,5 @@ def test_a_preempted_job_of_an_ablation_stops_its_training_first(
     job.result()
     assert "Requeued job" in job.stdout()
     stopped, again = log.read_text().split("$ python")[1:]
-    assert "stopped by SIGUSR1" in stopped and "step   1/150" not in again and "done after step 150" in again
+    assert "stopped by SIGUSR1" in stopped and "step  1/80" not in again and "done after step 80" in again
     assert (tmp_path / "toy" / "records" / "baseline-s1.jsonl").is_file()

@@ -13,7 +13,6 @@ import torch
 import train
 from configs.files import read_json_lines
 from tests.conftest import train_arguments
-from tests.faults.runs import call
 from tests.training import processes
 from training.checkpoint import checkpoints
 from training.distributed import World
@@ -42,16 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         signal.signal(number, handler)
 
 
-def test_processes_agree_only_at_every_nth_step(clock: SimpleNamespace) -> None:
-    with Signals(Two(0, 2, CPU)) as signals:
-        agreed = []
-        for step in range(100):
-            signals.save_requested = True
-            agreed += [step] if signals.agreed(step, 10)[1] else []
-        assert agreed == list(range(0, 100, 10))
-
-
-def test_a_request_to_save_that_comes_while_processes_agree_is_kept(clock: SimpleNamespace) -> None:
+def test_processes_agree_only_at_every_nth_step_and_keep_a_request_that_comes_meanwhile(clock: SimpleNamespace) -> None:
     """The reduction waits for the slowest process."""
 
     class Slow(Two):
@@ -63,11 +53,17 @@ def test_a_request_to_save_that_comes_while_processes_agree_is_kept(clock: Simpl
                 signals.save_requested = True  # as SIGHUP's handler; nohup ignores the signal itself
             return float(number)
 
+    before = {number: signal.getsignal(number) for number in NUMBERS}
     with Signals(Slow(0, 2, CPU)) as signals:
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+        assert [signals.agreed(step, 1) for step in range(3)] == [(0, False), (0, True), (0, False)]
+    assert before == {number: signal.getsignal(number) for number in before}  # a run gives the handlers back
+    with Signals(Two(0, 2, CPU)) as signals:
         agreed = []
-        for step in range(3):
-            agreed.append(signals.agreed(step, 1))
-        assert agreed == [(0, False), (0, True), (0, False)]
+        for step in range(30):
+            signals.save_requested = True
+            agreed += [step] if signals.agreed(step, 10)[1] else []
+        assert agreed == [0, 10, 20]
 
 
 @pytest.mark.parametrize("sweep", (True, False))
@@ -84,52 +80,25 @@ def test_a_signal_before_a_run_diverges_ends_the_sweep(
         assert "error: the loss is nan at step 3" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("second", "seconds", "under_torchrun", "ends"),
-    (
+def test_a_second_request_ends_the_process_and_an_echo_does_not(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for second, seconds, under_torchrun, ends in (
         (signal.SIGTERM, 0.1, False, True),
         (signal.SIGTERM, 0.1, True, False),  # forwarded
         (signal.SIGINT, 0.1, False, False),  # a terminal's SIGINT comes back as scripts/ablate.py's SIGTERM
         (signal.SIGINT, 1.1, True, True),
-    ),
-)
-def test_a_second_request_ends_the_process_and_an_echo_does_not(
-    second: int, seconds: float, under_torchrun: bool, ends: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if under_torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with Signals(World(0, 1, CPU)) as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        clock.now += seconds
-        os.kill(os.getpid(), second)
-        assert clock.exits == ([128 + second] if ends else [])
-        assert signals.agreed(3, 10) == (signal.SIGTERM, True)
-
-
-def test_a_run_gives_the_handlers_back() -> None:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    with pytest.raises(ValueError), Signals(World(0, 1, CPU)):
-        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
-        raise ValueError
-    assert before == {number: signal.getsignal(number) for number in before}
-
-
-@pytest.mark.parametrize("during", ("validation_loss", "open_sources"))
-def test_a_signal_at_the_end_of_a_run_ends_the_sweep(during: str, shards: Path, tmp_path: Path) -> None:
-    """validation_loss: at the last step. open_sources: of a finished run."""
-
-    def signalled() -> None:
-        real, signals = getattr(train, during), [signal.SIGTERM]
-        setattr(train, during, lambda *a: signals and os.kill(os.getpid(), signals.pop()) or real(*a))
-
-    log, run_dir = tmp_path / "log.txt", tmp_path / "runs" / "${seed}"
-    overrides = train_arguments(shards, run_dir, "steps=2", "monitor.every=0", "resume=true")[1:]
-    if during == "open_sources":
-        assert call("train", [*overrides, "seed=1"], log) == 0
-    assert call("train", ["-m", *overrides, "seed=1,2"], log, signalled) == 128 + signal.SIGTERM
-    assert [path.name for path in checkpoints(tmp_path / "runs" / "1")] == ["step_00000002"]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1"]
+    ):
+        clock.exits.clear()
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if under_torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with Signals(World(0, 1, CPU)) as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            clock.now += seconds
+            os.kill(os.getpid(), second)
+            assert clock.exits == ([128 + second] if ends else [])
+            assert signals.agreed(3, 10) == (signal.SIGTERM, True)
 
 
 def test_a_signal_during_validation_ends_the_run_after_the_next_step(
@@ -143,7 +112,7 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(
         return validate(*arguments)
 
     monkeypatch.setattr(train, "validation_loss", signalled)
-    overrides = train_arguments(shards, tmp_path / "run", "steps=6", "eval_every=2")[1:]
+    overrides = train_arguments(shards, tmp_path / "run", "steps=6", "model.n_layer=1", "eval_every=2")[1:]
     with pytest.raises(SystemExit):
         processes.train(World(0, 1, CPU), *overrides)
     lines = list(read_json_lines(tmp_path / "run" / "metrics.jsonl"))

@@ -41,18 +41,17 @@ def items(part: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in part}
 
 
-@pytest.fixture(scope="module")
-def offline(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
+def test_an_offline_run_holds_configuration_history_and_summary_and_no_secret(shards: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    run_dir = tmp_path_factory.mktemp("wandb") / "trial" / "diff-s1"
-    arguments = train_arguments(shards, run_dir, "model=diff", "steps=2", "monitor.every=1", "wandb=offline")
+    offline = tmp_path / "trial" / "diff-s1"
+    arguments = train_arguments(shards, offline, "model=diff", "steps=2", "monitor.every=1", "wandb=offline")
     done = run_command(*arguments, env={"WANDB_SILENT": "true", **SECRETS})
     assert done.returncode == 0, done.stderr
-    return run_dir
+    files = [path for path in offline.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        assert not any(secret.encode() in path.read_bytes() for secret in SECRETS.values()), path
 
-
-def test_an_offline_run_holds_configuration_history_and_summary(offline: Path) -> None:
     (folder,) = (offline / "wandb").glob("offline-run-*")
     first = list(records(folder))
     (run,) = (record.run for record in first if record.HasField("run"))
@@ -64,25 +63,14 @@ def test_an_offline_run_holds_configuration_history_and_summary(offline: Path) -
     assert any("version" in update and update["machine"]["cores"] for update in later)
     history = [items(record.history.item) for record in first if record.HasField("history")]
     lines = [line for line in read_json_lines(offline / "metrics.jsonl") if "continued" not in line]
-    assert len(history) == len(lines)
+    assert len(history) == len(lines) and any("monitor/layer_1/lambda" in row for row in history)
     for line in lines:
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not k.endswith(("_s", "_gb"))}
         assert any(numbers.items() <= row.items() for row in history), line
-    assert any("monitor/layer_1/lambda" in row for row in history)
-    summary: dict[str, Any] = {}
-    for record in first:
-        summary |= items(record.summary.update)
+    summary = {key: value for record in first for key, value in items(record.summary.update).items()}
     assert summary["best_val_loss"] == next(line["val_loss"] for line in lines if "val_loss" in line)
     metrics = {record.metric.name or record.metric.glob_name for record in first if record.HasField("metric")}
     assert metrics == {"step", "*"}
-
-
-def test_no_secret_is_written(offline: Path) -> None:
-    files = [path for path in offline.rglob("*") if path.is_file()]
-    assert len(files) > 8
-    for path in files:
-        content = path.read_bytes()
-        assert not any(secret.encode() in content for secret in SECRETS.values()), path
 
 
 def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,35 +92,28 @@ def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.
     assert stub.logged[0] == {"step": 0, "tokens": 0, "val_loss": 3.0} and stub.logged.count("finished") == 2
     assert stub.config == {"machine": {"cpu": "x"}} and stub.summary == {"best_val_loss": 1.0}
 
-
-def test_a_copied_folder_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
-    run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
-    run.mkdir()
-    (run / "wandb_id.txt").write_text("older123")  # by an earlier version, without the folder
-    assert tracking.run_id(run) == tracking.run_id(run) == "older123"
-    shutil.copytree(run, copy)
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    (run_dir / "wandb_id.txt").write_text("older123")  # by an earlier version, without the folder
+    assert tracking.run_id(run_dir) == tracking.run_id(run_dir) == "older123"
+    shutil.copytree(run_dir, copy)  # a copied folder is another run, and a moved one is not
     assert tracking.run_id(copy) == tracking.run_id(copy) != "older123"
-    run.rename(moved)
+    run_dir.rename(moved)
     assert tracking.run_id(moved) == "older123"
 
 
 def test_a_wandb_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = WandbStub()
-    monkeypatch.setitem(sys.modules, "wandb", stub)
 
     def no_key(**options: object) -> None:
         raise stub.Error("No API key configured.\nUse `wandb login` to log in.")
 
     monkeypatch.setattr(stub, "init", no_key)
-    with pytest.raises(ValueError, match="wandb does not start .No API key configured..: run `wandb login`, or use wandb=off"):
-        Metrics(tmp_path, "online", {}, 0)
-
-
-def test_without_the_package_or_with_a_wrong_mode_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        Metrics(tmp_path, "offline", {}, 0)
-    with pytest.raises(ValueError, match="use one of off, online, offline"):
-        Metrics(tmp_path, "on", {}, 0)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+    for package, mode, says in (
+        (stub, "online", "wandb does not start .No API key configured..: run `wandb login`, or use wandb=off"),
+        (None, "offline", "pip install wandb"),
+    ):
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        with pytest.raises(ValueError, match=says):
+            Metrics(tmp_path, mode, {}, 0)
+        assert package or (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
