@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +117,14 @@ def test_no_file_and_no_function_is_long() -> None:
                 if node.end_lineno - node.lineno >= FUNCTION_LINES or (len(names) > PARAMETERS and not kernel):
                     long.add(f"{path.relative_to(ROOT)}: {node.name}")
     assert long <= LONG, long - LONG
+
+
+def test_the_house_stays_small() -> None:
+    """Lines of Python, of the other ways to take noise out of attention apart, and words that name nothing."""
+    family = "cog dex dint forgetting gated_diff grouped_diff selective shared_diff sink softpick ssmax talking_heads".split()
+    files = [path for name in OURS if name != "train" for path in (ROOT / name).rglob("*.py")] + [ROOT / "train.py"]
+    texts = {path: path.read_text() for path in files if path.stem not in family}
+    tests = {path for path in texts if (ROOT / "tests") in path.parents}
+    lines = [sum(text.count("\n") for path, text in texts.items() if (path in tests) == want) for want in (False, True)]
+    assert lines[0] <= 18_700 and lines[1] <= 16_500, lines
+    assert sum(len(re.findall(r"\b(?:found|own|asked|theirs|said)\b", text)) for text in texts.values()) <= 150
