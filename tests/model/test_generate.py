@@ -139,7 +139,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("mask", "groups"), zip(MASKS, (1, 3, 1, 3, 1), strict=True))
-def test_one_query_is_the_formula(mask: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_is_the_formula(mask: str, groups: int) -> None:
     """Softmax attention and both kinds of difference, in outputs and gradients, and with a cache's strides."""
     generator = torch.Generator().manual_seed(3)
 
@@ -157,12 +157,16 @@ def test_one_query_is_the_formula(mask: str, groups: int, monkeypatch: pytest.Mo
     ):
         results = []
         for backend in ("math", "auto", "sdpa", *NATIVE):
-            if backend == "auto":  # keys of two maps are not put side by side
-                monkeypatch.setattr(backends, "_both_maps", None)
             leaves = [x.detach().clone().requires_grad_() for x in arguments]
             out = op(*leaves, MASKS[mask], backend)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-        monkeypatch.undo()
         assert results[0][0].shape == (2, heads, 1, 12)
         for other in results[1:]:
             torch.testing.assert_close(other, results[0], atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_query_of_two_maps_copies_no_cache(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_both_maps", lambda *given: pytest.fail("keys of both maps were put side by side"))
+    q, k, v = torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 37, 8), torch.randn(2, 2, 37, 16)
+    assert attend_diff(q, k, v, torch.tensor(0.3), MASKS[mask]).shape == (2, 2, 1, 16)
