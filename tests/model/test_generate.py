@@ -138,7 +138,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("mask", "groups"), zip(MASKS, (1, 3, 1, 3, 1), strict=True))
+@pytest.mark.parametrize(("mask", "groups"), tuple(zip(MASKS, (1, 3, 1, 3, 1), strict=True)))
 def test_one_query_is_the_formula(mask: str, groups: int) -> None:
     """Softmax attention and both kinds of difference, in outputs and gradients, and with a cache's strides."""
     generator = torch.Generator().manual_seed(3)
