@@ -21,7 +21,7 @@ def logged(world: World, since: int = 0) -> str:
     return world.log.read_bytes()[since:].decode()
 
 
-def until(condition: Callable[[], object], limit: float = 60.0) -> None:
+def until(condition: Callable[[], object], limit: float = 180.0) -> None:
     end = time.monotonic() + limit
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
