@@ -213,6 +213,8 @@ def attend_map(
     """
     h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
     mask.check(q, k)
+    if not S:
+        return v.new_zeros(len(q), h, T, v.shape[-1])  # a maximum over no keys is an error
     k = repeat(k, h)
     several = (lambda x: x) if q.dim() == 4 else (lambda x: None if x is None else x.unsqueeze(2))
 

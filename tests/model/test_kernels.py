@@ -253,8 +253,13 @@ def test_torch_knows_the_operators() -> None:
 def test_blocks_of_the_future_are_skipped(version: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiplications per query-key pair in units of d. What a pair costs on a GPU is counted in test_kernels_compiled.py."""
     d, T, counts, real = 64, 256, [], tl.dot
-    count = lambda a, b: counts.append(math.prod(int(n) for n in (*a.shape, b.shape[1])))  # noqa: E731
-    monkeypatch.setattr(tl, "dot", lambda a, b, *rest, **options: count(a, b) or real(a, b, *rest, **options))
+
+    @functools.wraps(real)
+    def dot(a: tl.tensor, b: tl.tensor, *args: object, **options: object) -> tl.tensor:
+        counts.append(math.prod(int(n) for n in (*a.shape, b.shape[1])))
+        return real(a, b, *args, **options)
+
+    monkeypatch.setattr(tl, "dot", dot)
     case = draw(T, T, 1, d, version, B=1)
     attend_diff(*case[:4], Mask(causal=False))
     assert sum(counts) == pairs * T * T * d
