@@ -4,6 +4,7 @@ Every command but scripts/gpu.py is `@command(name, Schema)` over `main(cfg: Sch
 primary file `configs/NAME.yaml`, which begins its defaults with `NAME_schema` and `NAME_hydra`.
 """
 
+import codecs
 import contextlib
 import difflib
 import functools
@@ -69,7 +70,9 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
         @functools.wraps(main)
         def entry() -> None:
-            if isinstance(sys.stdout, io.TextIOWrapper):
+            if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower().startswith(
+                ("ascii", "ansi", "us-ascii")
+            ):
                 sys.stdout.reconfigure(errors="replace")  # "?" for what an ASCII terminal lacks
             # Hydra then raises errors instead of printing several lines.
             with one_line_errors(schema), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
