@@ -70,9 +70,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
         @functools.wraps(main)
         def entry() -> None:
-            if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower().startswith(
-                ("ascii", "ansi", "us-ascii")
-            ):
+            if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name == "ascii":
                 sys.stdout.reconfigure(errors="replace")  # "?" for what an ASCII terminal lacks
             # Hydra then raises errors instead of printing several lines.
             with one_line_errors(schema), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
