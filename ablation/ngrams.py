@@ -17,7 +17,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from data.loader import Windows, permute
+from data.loader import Windows
 from data.shards import open_split
 from data.tokenizer import load_tokenizer
 from eval.common import GREY, AblationEvalConfig, figure, tokens_of, write_findings
@@ -120,7 +120,7 @@ def rows_of(cfg: NgramsConfig, budgets: list[int]) -> Iterator[dict[str, Any]]:
     hits, cache, val_cache = recall_hits(test, V), cached(test), cached(val)
     for budget in budgets:
         numbers = range(min(budget // cfg.context, len(train)))
-        read = np.stack([train.window(permute(i, len(train), cfg.seed)) for i in numbers])
+        read = np.stack([train.sample(i, cfg.seed) for i in numbers])
         for order in cfg.orders:
             tables = kneser_ney(read, order, V)
             p, of_val = probabilities(tables, test, V), probabilities(tables, val, V)
