@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from ablation.findings import FindingsConfig, write_findings
 from ablation.records import Record, records_of
 from configs import command
 from configs.files import read_json_lines
-from eval.common import AblationEvalConfig, figure, write_findings
+from eval.common import figure
 from eval.report.runs import ablation_in, colours_of
 from eval.report.tables import markdown
 from training.monitor import last_lambdas
 
 
 @dataclass
-class LambdasConfig(AblationEvalConfig):
+class LambdasConfig(FindingsConfig):
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
 
 

@@ -16,11 +16,12 @@ from typing import Annotated, Any
 import numpy as np
 from omegaconf import MISSING
 
+from ablation.findings import FindingsConfig, write_findings
 from configs import command
 from data.loader import Windows
 from data.shards import open_split
 from data.tokenizer import load_tokenizer
-from eval.common import GREY, AblationEvalConfig, figure, tokens_of, write_findings
+from eval.common import GREY, figure, tokens_of
 from eval.perplexity import cut_windows, digest
 from eval.recall import ngram_codes, recall_hits
 from eval.report.runs import ablation_in, colours_of
@@ -30,7 +31,7 @@ WEIGHTS = np.arange(0, 0.95, 0.05)  # of the cache
 
 
 @dataclass
-class NgramsConfig(AblationEvalConfig):
+class NgramsConfig(FindingsConfig):
     """The texts, and the numbers of training tokens: by default those of the study's arms."""
 
     shards: str = MISSING  # the study's prepared folder
@@ -114,7 +115,7 @@ def rows_of(cfg: NgramsConfig, budgets: list[int]) -> Iterator[dict[str, Any]]:
     V = tokenizer.vocab_size
     if V ** max(cfg.orders) >= 2**63:
         raise ValueError(f"orders={cfg.orders} has an order too high for {V} tokens: leave it out")
-    train = Windows(open_split(cfg.shards, "train", vocab_size=V), cfg.context, "train")
+    train = Windows(open_split(cfg.shards, "train", vocab_size=V), cfg.context)
     test = cut_windows(tokens_of(tokenizer, cfg.text, cfg.shards), cfg.context, cfg.test_tokens)
     val = cut_windows(tokens_of(tokenizer, None, cfg.shards), cfg.context, cfg.test_tokens // 4)
     hits, cache, val_cache = recall_hits(test, V), cached(test), cached(val)

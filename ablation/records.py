@@ -13,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from configs import flatten
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.measured import settings_of
 from eval.report.runs import Run
 from model.config import decoder_config
 from training.monitor import last_lambdas
-from training.run import TrainConfig, Vocabulary, deciding, flatten
+from training.run import TrainConfig, Vocabulary, deciding
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers

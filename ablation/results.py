@@ -1,6 +1,5 @@
 """The files of an ablation, runs/ablate/NAME/: scripts/ablate.py has them written, and the report reads them."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +101,6 @@ def draw_ablation(folder: Path, comparison: Comparison, fits: dict[str, Any] | N
     draw_differences(paths[1], comparison.arms, {name: comparison.drawn(name) for name in comparison.compared})
     if fits:
         metric = comparison.compared[0]
-        paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+        paths.append(folder / f"grid_{slug(metric)}.png")
         draw_grid(paths[-1], [(arm, comparison.summary(metric, arm)) for arm in comparison.arms], metric, fits)
     return paths

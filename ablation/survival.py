@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from ablation.findings import FindingsConfig, write_findings
 from ablation.records import records_of
 from configs import command
 from configs.files import read_json_lines
-from eval.common import AblationEvalConfig, figure, write_findings
+from eval.common import figure
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import holm
 from eval.report.tables import markdown
@@ -36,7 +37,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class SurvivalConfig(AblationEvalConfig):
+class SurvivalConfig(FindingsConfig):
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])  # needle accuracies at which a run arrives
 

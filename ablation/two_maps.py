@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from ablation.findings import FindingsConfig, write_findings
 from configs import command
-from eval.common import AblationEvalConfig, figure, plus_minus, write_findings
+from eval.common import figure, plus_minus
 from eval.mqar import MqarEvalConfig, accuracy, read_attention, sources_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import mean_sd
@@ -27,7 +28,7 @@ READ = {"map": "mass of the map", "map_1": "mass of map 1", "map_2": "mass of ma
 
 
 @dataclass
-class TwoMapsConfig(AblationEvalConfig):
+class TwoMapsConfig(FindingsConfig):
     share: Annotated[float, "[0, 1)"] = 0.8  # of distractors
     samples: Annotated[int, "[1, inf)"] = 64  # contexts for each checkpoint
     device: str = "auto"  # auto | cpu | cuda

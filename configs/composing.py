@@ -1,23 +1,26 @@
-"""Composes the configuration of one command inside of another command, and writes overrides in Hydra's syntax."""
+"""Composes one command's configuration inside of another, writes overrides in Hydra's syntax, and knows what a sweep varies."""
 
 import json
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from configs import CONFIG_DIR
 
 
 def compose_job(name: str, overrides: list[str]) -> Any:
     """The configuration that the command `name` gets from these overrides."""
-    ready = GlobalHydra.instance().is_initialized()  # not so in a launcher's job
+    ready = GlobalHydra.instance().is_initialized()
     with nullcontext() if ready else initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):
         return compose(name, overrides)
 
@@ -61,3 +64,17 @@ def read_value(override: str) -> Any:
         return OverridesParser.create().parse_override(override).value()
     except HydraException:
         return None
+
+
+def in_sweep() -> bool:
+    """Whether Hydra's -m trains several runs in this process."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def swept_keys() -> set[str]:
+    """The keys of which a sweep's command gives several values; none where this is no sweep."""
+    if not in_sweep():
+        return set()
+    typed = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+    several = {one.key_or_group for one in OverridesParser.create().parse_overrides(typed) if one.is_sweep_override()}
+    return several | set(HydraConfig.get().sweeper.get("params") or ())

@@ -55,14 +55,6 @@ class EvalConfig:
 
 
 @dataclass
-class AblationEvalConfig:
-    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
-
-    ablation: str = MISSING
-    out: str | None = None
-
-
-@dataclass
 class TextEvalConfig(EvalConfig):
     """The settings of an evaluation that reads text."""
 
@@ -273,17 +265,6 @@ def write_result(
     record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
     write_json(folder / "eval" / f"{name}.json", record)
     draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
-
-
-def write_findings(
-    kind: str, cfg: AblationEvalConfig, results: dict[str, Any], table: str, draw: Callable[[Path], None]
-) -> None:
-    """Print the table read off an ablation; write KIND.json, KIND.md with the table, and figures/KIND.png."""
-    out = Path(cfg.out or cfg.ablation)
-    say(f"{table}\n{kind}  {out / f'{kind}.md'}")
-    write_json(out / f"{kind}.json", result_record(kind, Path(cfg.ablation).name, cfg, results))
-    write_atomic(out / f"{kind}.md", table.encode())
-    draw(out / "figures" / f"{kind}.png")
 
 
 # Figures

@@ -1,9 +1,8 @@
-"""Publish the numbers and the table of a report, an ablation, conversions, lambdas, survival curves or a bench.
+"""Publish the numbers and the table of a report, an ablation, lambdas, n-grams, survival curves or a bench.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
-    python scripts/publish.py of=runs/compare               # conversions.{json,md}; its ablation is in runs/compare/trained
-    python scripts/publish.py of=runs/noise_lambdas         # of python -m ablation.lambdas, and so survival, two_maps
+    python scripts/publish.py of=runs/noise_lambdas         # of python -m ablation.lambdas, and so ngrams, survival, two_maps
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
@@ -29,7 +28,7 @@ from configs import command
 from configs.files import write_atomic, write_json
 
 # Numbers and table, as the commands name them.
-NAMES = ("report", "conversions", "lambdas", "ngrams", "survival", "two_maps")
+NAMES = ("report", "lambdas", "ngrams", "survival", "two_maps")
 PAIRS = (("results.json", "table.md"), *((f"{name}.json", f"{name}.md") for name in NAMES))
 
 

@@ -29,11 +29,7 @@ LONG = {
     "model/attention/kernels/diff_triton.py: backward_kernel",
     "model/attention/kernels/diff_triton.py: forward_kernel",
     "model/decoder.py: stream",
-    "tests/model/test_backends.py",
     "tests/model/test_kernels.py: draw",
-    "tests/model/test_modules.py",
-    "tests/model/test_variants.py",
-    "tests/training/test_parallel.py: group",
 }
 
 

@@ -46,7 +46,7 @@ def test_the_tables_are_those_under_results() -> None:
     for document, text in DOCUMENTS.items():
         for name, table in re.findall(r"<!-- ([\w/]+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
             folder = ROOT / "docs" / "results" / name
-            tables = ("report.md", "table.md", "conversions.md", "lambdas.md", "ngrams.md", "survival.md", "two_maps.md")
+            tables = ("report.md", "table.md", "lambdas.md", "ngrams.md", "survival.md", "two_maps.md")
             places = (*(folder / table for table in tables), folder.with_suffix(".md"))
             (file,) = (place for place in places if place.is_file())
             assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"

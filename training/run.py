@@ -14,6 +14,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from configs import flatten
+from configs.composing import in_sweep, swept_keys
 from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
@@ -29,7 +30,6 @@ from training.metrics import Metrics
 from training.monitor import MonitorConfig
 from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
 from training.saver import Saver
-from training.signals import in_sweep, swept_keys
 from training.text import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer
 from training.tracking import import_wandb
 

@@ -8,14 +8,10 @@ does not end training. A second signal ends the process at once.
 import os
 import select
 import signal
-import sys
 import time
 from typing import Any, NoReturn
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-
+from configs.composing import in_sweep
 from training.distributed import World
 from training.guard import Diverged
 
@@ -23,20 +19,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 REQUEUING = (signal.SIGUSR1, signal.SIGUSR2)
 HANGUP = (signal.SIGHUP,)
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
-
-
-def in_sweep() -> bool:
-    """Whether Hydra's -m trains several runs in this process."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def swept_keys() -> set[str]:
-    """The keys of which a sweep's command gives several values; none where this is no sweep."""
-    if not in_sweep():
-        return set()
-    typed = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-    several = {one.key_or_group for one in OverridesParser.create().parse_overrides(typed) if one.is_sweep_override()}
-    return several | set(HydraConfig.get().sweeper.get("params") or ())
 
 
 def leave(number: int, handler: Any) -> NoReturn:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,14 +33,6 @@ LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 
 
 @dataclass
-class SpikeConfig:
-    """A spike: a logged training loss more than `over` nats above the median of the `window` losses logged before it."""
-
-    window: Annotated[int, "[1, inf)"] = 50  # number of losses in the median
-    over: Annotated[float, "(0, inf)"] = 0.5  # nats above the median
-
-
-@dataclass
 class Run:
     """A run folder. facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged:
     the error that stopped training. skipped: the last step without an update. counted: loss and spikes of a thinned `train`.
@@ -59,7 +51,6 @@ class Run:
     tokenizer: str = "none"  # fingerprint of the tokenizer
     diverged: str | None = None
     skipped: int = 0
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
     counted: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,7 +69,7 @@ class Run:
     def spikes(self) -> int:
         if "spikes" in self.counted:
             return self.counted["spikes"]
-        return spikes([line["loss"] for line in self.train], self.spike.window, self.spike.over)
+        return spikes([line["loss"] for line in self.train])
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -154,7 +145,7 @@ def read_json(path: Path, fix: str = "repeat the command that writes it") -> dic
     return read_json_object(path, fix) if path.is_file() else None
 
 
-def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
+def read_run(folder: Path) -> Run:
     """Read a run folder. ValueError if it is not a run, or a run without training metrics."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(
@@ -183,7 +174,6 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
         skipped=max((line["step"] for line in lines if "skipped" in line), default=0),
-        spike=spike or SpikeConfig(),
     )
 
 

@@ -1,11 +1,16 @@
 """Kneser-Ney n-grams against the formula written down with dictionaries."""
 
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ablation.ngrams import cached, kneser_ney, mix, probabilities
+from ablation import ngrams
+from ablation.ngrams import NgramsConfig, cached, kneser_ney, mix, probabilities, rows_of
+from data.loader import Loader, Windows
+from data.shards import open_split
 
 V, WINDOWS = 5, np.random.default_rng(0).integers(0, 5, (6, 12))
 
@@ -44,3 +49,14 @@ def test_the_cache_holds_the_windows_bigrams_so_far() -> None:
     share, known = cached(np.array([[1, 2, 1, 2, 1, 3]]))
     assert share.tolist() == [[0, 0, 1, 1, 0]] and known.tolist() == [[False, False, True, True, True]]
     assert mix(np.full((1, 5), 0.2), (share, known), 0.5).tolist() == [[0.2, 0.2, 0.6, 0.6, 0.1]]
+
+
+def test_it_counts_the_windows_that_a_run_reads(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(shards / "val_000000.bin", shards / "train_000000.bin")
+    counted = []
+    monkeypatch.setattr(ngrams, "kneser_ney", lambda windows, *more: counted.append(windows) or kneser_ney(windows, *more))
+    cfg = NgramsConfig(shards=str(shards), orders=[2], context=16, test_tokens=512, seed=3)
+    (row,) = rows_of(cfg, [16 * 8])
+    loader = Loader(Windows(open_split(shards, "train"), 16), batch=4, length=16, seed=3)
+    np.testing.assert_array_equal(counted[0], np.concatenate([loader(0), loader(1)]))
+    assert row["tokens"] == 128 and row["cache_hit"] <= row["hit"]
