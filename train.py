@@ -87,7 +87,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     run = Run(cfg, model, optimizers, guard, tokenizer, world)
     if run.first == cfg.steps:
         signals.say(f"{run.folder}: already done, {run.first} steps")
-        return val_losses(run.folder)[-1]
+        return next(reversed(val_losses(run.folder)), float("nan"))
     cleanup.enter_context(run)
     signals.say(run.opening(compiled, micro_batch))
 
