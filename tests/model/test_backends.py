@@ -147,6 +147,18 @@ def test_the_route_that_auto_takes_on_a_card(
                 assert backends.choose(card, dtype, 8, 16, mask, 1024, 1024) != "flex", label  # too narrow for it
 
 
+@pytest.mark.parametrize(("B", "heads", "T"), ((2, 3, 40), (1, 1, 40), (2, 3, 1)))
+def test_cudnns_output_lies_as_compiled_code_expects(B: int, heads: int, T: int) -> None:
+    """dv != d, and V1's queries lie in time's order: the fake output beside the rule of sdp_utils.h of torch 2.11 and 2.13."""
+    q = torch.empty(B, T, heads, 2, 16, device="meta", dtype=torch.bfloat16).permute(0, 2, 3, 1, 4)[:, :, 0]
+    values = q.new_empty(B, heads, T, 32)
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, values, None, True)[0]
+    want, stride = {}, 1
+    for dim in sorted(range(4), key=q.stride):
+        want[dim], stride = stride, stride * values.shape[dim]
+    assert all(out.stride(dim) == want[dim] for dim in range(4) if out.shape[dim] > 1)
+
+
 def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (
         *((dtype, CAUSAL, "cpu" if NATIVE else "one_call") for dtype in (torch.float32, torch.float64, torch.bfloat16)),
