@@ -1,7 +1,8 @@
 """Every variant becomes one graph for CUDA, on a machine without a card, and with the kernel that is meant.
 
 torch.compile traces fake tensors (tests/no_card.py) as it would trace those of a card.
-TRACE_ALL=1 traces every variant on every backend at two lengths; without it a choice that has each variant and each kernel.
+TRACE_ALL=1 traces every variant on every backend at two lengths; without it a choice that has each kernel, and each variant in
+one model.
 """
 
 # ruff: noqa: E402
@@ -32,6 +33,7 @@ SIZE = {"n_head": 2, "d_model": 128, "context": 512, "match": "none"}  # heads o
 KERNELS = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex", "forward": "fused", "softmax": "math"}
 NAMES = [variant.name for variant in CLASSES.values()] + ["introspective_sequence"]
 MASKS = ("causal", "window", "documents", "padding")
+TOGETHER = "a layer of every variant"
 CHECKPOINTED = ", checkpointed"  # after a mask's name: with activation checkpointing
 
 
@@ -39,7 +41,8 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     """(variant, backend, mask, card)."""
     if os.environ.get("TRACE_ALL"):
         return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
-    every = [(name, "auto", "causal", (9, 0)) for name in NAMES]
+    every = [(name, "auto", "causal", (9, 0)) for name in ("baseline", "diff", "diff_v2", "introspective_sequence", "softpick")]
+    every.append((TOGETHER, "auto", "causal", (9, 0)))
     # "auto" takes two_calls on the first card and four_calls on the second.
     diffs = [("diff", backend, "causal", (9, 0)) for backend in ("math", "one_call", "flex", "fused")]
     diffs += [("diff", "auto", "causal", (8, 0))]
@@ -49,9 +52,9 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     return every + diffs + masked
 
 
-def lengths(name: str) -> tuple[int, ...]:
+def lengths(name: str, mask: str) -> tuple[int, ...]:
     """The lengths at which a case is traced, one after the other."""
-    twice = name in ("introspective_sequence", "softpick", "value_residual") or os.environ.get("TRACE_ALL")
+    twice = (name in ("introspective_sequence", "softpick") and mask == "causal") or os.environ.get("TRACE_ALL")
     return LENGTHS if twice else LENGTHS[1:]
 
 
@@ -59,7 +62,7 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     """How often each kernel stands in the graph of `name`, for each of its lengths."""
     from model.decoder import Decoder
 
-    at = lengths(name)
+    at = lengths(name, mask)
     backends.card = sdpa.card = torch.compiler.assume_constant_result(lambda: card)
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -68,8 +71,10 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     # FlexAttention traces without gradients only: there is no autograd engine for CUDA here. Checkpointing is asked for by the
     # gradient mode alone, so it traces with frozen weights.
     grad = again or (backend != "flex" and mask == "causal")
+    layers = {"hybrid": "bd", TOGETHER: "".join(CLASSES)}.get(name)
+    shape = {"layers": layers, "n_layer": len(layers)} if layers else {"n_layer": 1}
     with torch.device("meta"):
-        model = Decoder(config(name, **SIZE, n_layer=2 if name == "hybrid" else 1, window=window, backend=backend))
+        model = Decoder(config("hybrid" if layers else name, **SIZE, **shape, window=window, backend=backend))
     model.recompute = again
     model.requires_grad_(not again)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(grad):
@@ -125,10 +130,12 @@ def test_one_graph_at_each_length(case: tuple, traced: dict[str, list[dict[str, 
         pytest.skip("the fused kernel needs the package triton")
     kernels = traced[json.dumps(case)]
     assert isinstance(kernels, list), kernels
-    if any("math" in counts for counts in kernels):  # a map of the variant's own, in parts of ROWS queries
+    if name == TOGETHER:
+        assert kernels[0].keys() == {"sdpa", "math"}
+    elif any("math" in counts for counts in kernels):  # a map of the variant's own, in parts of ROWS queries
         assert all(set(counts) == {"math"} for counts in kernels)
     else:
-        assert kernels == [kernels[0]] * len(lengths(name))
+        assert kernels == [kernels[0]] * len(lengths(name, mask))
     want = wanted(*case)
     assert want is None or kernels[0] == want
     if backend == "auto" and mask != "causal":
