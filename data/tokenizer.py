@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tiktoken
@@ -280,7 +281,8 @@ def _encoding(name: str) -> tiktoken.Encoding:
     if name not in known:
         raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}")
     try:
-        return tiktoken.get_encoding(name)
+        with mock.patch("tiktoken.load.os.remove"):  # tiktoken deletes a cut file before it knows whether a whole one comes
+            return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came is not the file
         reason, folder = str(error).splitlines()[0][:160], os.environ.get("TIKTOKEN_CACHE_DIR", "is not set")
         wrong = f"no whole copy of the vocabulary of {name} is in TIKTOKEN_CACHE_DIR ({folder}) or comes by download ({reason})"

@@ -49,13 +49,15 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
 
 
 def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
-    """As tiktoken does it: a file in its folder whose digest is wrong is downloaded again."""
-    (tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(b"cut")
+    """As tiktoken does it: a file in its folder whose digest is wrong is downloaded again. Until then it stays."""
+    cut = tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
+    cut.write_bytes(b"cut")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.load, "read_file", lambda _: b"a page that says: no network")
     tiktoken.registry.ENCODINGS.pop("cl100k_base", None)
     with pytest.raises(ValueError, match=f"no whole copy of .* cl100k_base is in TIKTOKEN_CACHE_DIR .{tmp_path}"):
         build_tokenizer(TokenizerConfig("cl100k_base"))
+    assert cut.read_bytes() == b"cut"
 
 
 def test_foreign_shards_take_the_configured_tokenizer_or_gpt2s(tmp_path, gpt2):
