@@ -15,10 +15,9 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .diffllama import DiffLlama, new_vectors
 from .folder import Weights
-from .llama import Llama
-from .rows import change_rows, heads_in_halves, keep_lambda
+from .format import change_rows, heads_in_halves, keep_lambda
+from .llama import DiffLlama, Llama, new_vectors
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults

@@ -12,12 +12,10 @@ from ..attention.base import check_choice
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from .axolotl import Axolotl
-from .diffllama import DiffLlama
 from .folder import Weights, local_folder, read_config
 from .format import Format
 from .gpt2 import GPT2
-from .llama import Llama
-from .relatives import Mistral, Olmo2, Phi3, Qwen2, Qwen3
+from .llama import DiffLlama, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3
 from .remote import Remote, flattened
 
 FORMATS: dict[str, Format] = {
