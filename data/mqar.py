@@ -43,14 +43,13 @@ class Mqar:
     """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
 
     A row is the end-of-text token, then slots of two tokens: pairs and distractors in random order, directly after them the
-    questions (fillers between, as in Zoology, could hold copies of the pairs), then end-of-text tokens.
+    questions, then end-of-text tokens.
     """
 
     def __init__(self, cfg: MqarConfig, length: int) -> None:
         self.cfg, self.length = cfg, length
         self.blank = cfg.keys + cfg.values + cfg.noise
-        self.told_slots = told_slots(cfg)
-        needed = shortest_row(cfg)
+        self.told_slots, needed = told_slots(cfg), shortest_row(cfg)
         if length % 2 or length < needed:
             wrong = f"{cfg.pairs} pairs with a share of {cfg.distractors:g} distractors do not fit {length} tokens"
             raise ValueError(f"{wrong}: use an even model.context of {needed} or more")

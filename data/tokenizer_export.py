@@ -17,8 +17,7 @@ CONFIG = "tokenizer_config.json"
 def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the ids of `tokenizer.encode`.
 
-    context: tokens the model takes. Special tokens that are written out in a text are read as text, and none is added.
-    ValueError: the package `tokenizers` is missing, or cannot express the encoding's split pattern.
+    context: tokens the model takes. ValueError: `tokenizers` is missing, or cannot express the encoding's split pattern.
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
     definition = {**definition, "post_processor": None}  # a post-processor adds tokens

@@ -54,10 +54,7 @@ class DecoderConfig(VariantOptions):
 
 
 def decoder_config(values: Any, kind: Any = DecoderConfig, where: str = "model") -> Any:
-    """The configuration whose `dataclasses.asdict` is `values`; a field that `values` lacks has its default.
-
-    ValueError for an unknown key or a value of the wrong type, as in files of another version.
-    """
+    """The configuration whose `dataclasses.asdict` is `values`, or part of it. ValueError: unknown keys, wrong types."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
     known = get_type_hints(kind)

@@ -1,8 +1,6 @@
 """Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
-docs/METHODS.md 9.1 has the algebra. The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init
-sets all lambda vectors to zero, so that neither these nor the second maps ever get a gradient, and its split-heads draws new
-queries and keys.
+docs/METHODS.md 9.1 has the algebra. The options are those of the converter in axolotl-ai-cloud/diff-transformer.
 """
 
 import math
@@ -78,11 +76,6 @@ class Conversion:
         kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
         return {"same": True, "diff_v2": self.second == "copy", "diff": kept}[self.to]
 
-    @property
-    def second_maps_learn_later(self) -> bool:
-        """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
-        return self.to == "diff" and self.init == "zero"
-
 
 def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     """The converted decoder's configuration. ValueError unless `cfg` is a baseline that `how` can convert."""
@@ -115,7 +108,7 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
     seed: for the lambda vectors, and with second=random the second maps. tokens (B, T): with sublayer_norm, a text on which
-    the mean rms of each head is measured. The norm removes this rms, so the output projection is multiplied by it.
+    the mean rms of each head, which the norm removes, is measured.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)

@@ -26,10 +26,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class FeedForward(nn.Module):
-    """swiglu: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6). gelu: down(gelu(up x)), as in nanoGPT.
+    """swiglu: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6). gelu, gelu_tanh: down(gelu(up x)).
 
-    gelu_tanh: the same with the approximate GELU of GPT-2 (openai/gpt-2, model.py). In training, the backward pass computes
-    the input of `down` again, so this widest activation of a block is not stored.
+    In training, the backward pass computes the input of `down` again, so this widest activation of a block is not stored.
     """
 
     def __init__(self, kind: str, width: int, hidden: int, bias: bool) -> None:

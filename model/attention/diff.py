@@ -49,7 +49,6 @@ def paired_heads(cfg: AttentionConfig, pairs: int = 2) -> Heads:
 class DiffAttention(Attention):
     """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V, then a norm per head (arXiv 2410.05258, eq. 1-3).
 
-    h = n_head / 2 heads (heads=half): each has two queries and keys of the baseline's width d, and one value of width 2d.
     Query rows of component c of head i are those of baseline head 2i + c; grouped keys are paired first, then repeated. lam
     is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; normed heads are scaled by 1 - lambda_init.
     """

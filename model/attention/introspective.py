@@ -38,11 +38,9 @@ class IntrospectiveConfig:
 class IntrospectiveAttention(Attention):
     """W_o RMSNorm(sum_i lambda_i A_i + alpha X), A_i = RMSNorm(merged heads of path i), X the sub-layer's input.
 
-    feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
-    V_i + M_i W_i, the projections U, W being per key/value head and zero at the start (so training begins with
-    independent paths), RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax
-    over the keys of all paths j <= i at all positions s <= t, each set from position 0 on. Source: the formula of
-    cognitivecomputations/introspective-attention.
+    feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values V_i + M_i W_i,
+    RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax over the keys of all paths
+    j <= i at all positions s <= t. Source: the formula of cognitivecomputations/introspective-attention.
     """
 
     name = "introspective"
@@ -194,7 +192,6 @@ class IntrospectiveAttention(Attention):
 
 
 def _check(opt: IntrospectiveConfig) -> None:
-    """ValueError for options that exclude each other."""
     if opt.path_weight == "affine" and opt.paths == 1:
         raise ValueError("LayerNorm over a single path weight is always zero: use path_weight=sigmoid or more paths")
     if opt.path_weight == "literal" and opt.paths < 3:

@@ -15,8 +15,7 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .folder import Weights
-from .format import change_rows, heads_in_halves, keep_lambda
+from .format import Weights, change_rows, heads_in_halves, keep_lambda
 from .llama import DiffLlama, Llama, new_vectors
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
@@ -46,10 +45,9 @@ class Settings(NamedTuple):
 
 
 def read_settings(config: Any) -> Settings:
-    """The settings of a parsed config.yml. The flags of axolotl's command line are read as keys of the file.
+    """The settings of a parsed config.yml, with the flags of axolotl's command line as keys.
 
-    Without a flag: init=open second=random, axolotl's default. diff_attention: true says that the base model is converted
-    already: to=same. ValueError: no base_model, a value of the wrong type, flags that axolotl refuses together.
+    ValueError: no base_model, a value of the wrong type, flags that axolotl refuses together.
     """
     if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
         raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")

@@ -13,8 +13,7 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..rotary import RopeScaling
-from .folder import allow_only, number
-from .format import Format, change_rows, half_from_interleaved, heads_in_halves, heads_in_pairs
+from .format import Format, allow_only, change_rows, half_from_interleaved, heads_in_halves, heads_in_pairs, number
 
 LLAMA = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.interop import folder as folders
+from model.interop.format import HUB_FILES
 from model.interop.huggingface import read_folder
 from tests.model.test_huggingface import EXACT, apart, edit, loaded, source_model, transformers
 
@@ -86,7 +86,7 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
     import huggingface_hub
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        if name != "somebody/small-model" or allow_patterns != folders.HUB_FILES:
+        if name != "somebody/small-model" or allow_patterns != HUB_FILES:
             raise OSError("no network\nat all")
         return str(llama_folder)
 
