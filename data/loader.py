@@ -1,7 +1,7 @@
 """Batches are a pure function of (seed, step), so checkpoints do not need to save the state of a loader.
 
-Sample numbers are global: row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source`
-turns a number into tokens. It marks a token x that the loss must leave out as ~x; `inputs_and_targets` removes the marks.
+Row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source` turns a number into tokens;
+it marks a token x that the loss must leave out as ~x.
 """
 
 import itertools
@@ -103,10 +103,7 @@ class Windows:
 
 
 class Mixture:
-    """A mixture of `parts` (source, weight in whole percents): of any 100 consecutive samples, exactly `weight` come from each.
-
-    Each source counts its samples without gaps.
-    """
+    """A mixture of `parts` (source, weight in percents): of any 100 consecutive samples, exactly `weight` come from each."""
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
         self.sources, self.weights = ([part[i] for part in parts] for i in (0, 1))

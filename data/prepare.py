@@ -76,11 +76,7 @@ def _resumed(folder: Path, shards: list[dict]) -> Split:
 
 
 def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
-    """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is.
-
-    Raises ValueError or OSError in one line. Shards finished before an error or an interruption are kept, and the same call
-    continues after them.
-    """
+    """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is."""
     if Path(cfg.name).is_absolute() or ".." in Path(cfg.name).parts:
         raise ValueError(f"data.name={cfg.name} leaves the folder of prepared sets: use a plain name and data.dir=FOLDER")
     corpus, folder = open_corpus(cfg), Path(cfg.dir)

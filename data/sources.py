@@ -1,8 +1,4 @@
-"""Where text comes from. A `Corpus` is an ordered stream of documents that can be read again from the start.
-
-Documents are not shuffled: the same configuration gives the same documents in the same order, so an interrupted
-preparation can continue.
-"""
+"""Where text comes from. The same configuration gives the same documents in the same order."""
 
 import ast
 import bz2
@@ -49,15 +45,11 @@ SKIPPED = set("test tests idlelib idle_test site-packages dist-packages lib2to3 
 
 @dataclass
 class Corpus:
-    """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning.
+    """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning."""
 
-    identity: describes the documents; it tells whether an earlier preparation read the same ones. blank: documents without
-    text that the latest iteration has left out.
-    """
-
-    identity: dict
+    identity: dict  # describes the documents; it tells whether an earlier preparation read the same ones
     read: Callable[[], Iterator[str]]
-    blank: int = 0
+    blank: int = 0  # documents without text that the latest iteration has left out
 
     def __iter__(self) -> Iterator[str]:
         blank = 0

@@ -1,8 +1,7 @@
 """Our tokenizers as the files that transformers' AutoTokenizer reads: tokenizer.json and tokenizer_config.json.
 
-The vocabulary of a `tiktoken.Encoding` becomes a byte-level BPE of the package `tokenizers`. Tiktoken joins any two
-neighbours whose bytes are a token, the token of the lowest rank first. So each way to split a token into two tokens
-becomes a merge, and the rank of the token is the rank of the merge.
+Tiktoken joins any two neighbours whose bytes are a token, the token of the lowest rank first. So each way to split a token into
+two tokens becomes a merge of a byte-level BPE, and the rank of the token is the rank of the merge.
 """
 
 import json

@@ -65,8 +65,8 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
     """Set all weights: matrices normal with std 0.02, norms 1, biases 0; then call each submodule's `init_own(generator)`.
 
     Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: their std is
-    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape (those set by `init_own` also
-    on their order there). Submodules from elsewhere, such as norms from a factory, set their weights by `reset_parameters()`.
+    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape, so variants share those that
+    they both have. Submodules from elsewhere, such as norms from a factory, set their weights by `reset_parameters()`.
     """
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     for name, p in module.named_parameters():

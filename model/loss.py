@@ -128,9 +128,6 @@ def _index(targets: Tensor) -> Tensor:
     return targets.masked_fill(targets == IGNORED, 0).unsqueeze(-1)
 
 
-# ---------------------------------------- the kernel for CPUs (loss.cpp)
-
-
 def _missing() -> bool:
     return native.failure(SOURCE) is not None
 

@@ -11,15 +11,11 @@ from . import native
 
 
 class Rope(NamedTuple):
-    """The rotations of T positions.
-
-    interleaved False is the half-split layout of GPT-NeoX and Llama: dimension i turns with dimension i + d/2.
-    True is the layout of the paper and GPT-J: dimension 2i turns with 2i + 1.
-    """
+    """The rotations of T positions."""
 
     cos: Tensor  # (T, d/2)
     sin: Tensor  # (T, d/2)
-    interleaved: bool = False
+    interleaved: bool = False  # False (GPT-NeoX, Llama): dimension i turns with i + d/2; True (paper, GPT-J): 2i with 2i + 1
 
 
 @dataclass
@@ -30,16 +26,14 @@ class RopeScaling:
     high_freq_factor turns are interpolated between frequency / factor and frequency (Llama 3.1, arXiv 2407.21783).
     """
 
-    kind: str = "none"  # none | linear | llama3
+    kind: Annotated[str, ("none", "linear", "llama3")] = "none"  # of scaling
     factor: Annotated[float, "(0, inf)"] = 8.0  # divisor of the frequencies
     low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # llama3: divide frequencies of fewer turns in original_context
     high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # llama3: keep frequencies of more turns in original_context
     original_context: Annotated[int, "[1, inf)"] = 8192  # llama3: context of the first training, in tokens
 
     def check(self) -> None:
-        """ValueError for an unknown kind, and for numbers that exclude each other."""
-        if self.kind not in ("none", "linear", "llama3"):
-            raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
+        """ValueError for numbers that exclude each other."""
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(f"{self} is no scaling: use a high_freq_factor above low_freq_factor")
 

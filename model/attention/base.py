@@ -40,18 +40,15 @@ class AttentionConfig:
     norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added under the square root of every norm
     attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the attention weights
     projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability after the attention's output projection
-    position: str = "rope"  # rope | alibi | learned (position embeddings that the decoder adds to the tokens') | none
+    position: Annotated[str, ("rope", "alibi", "learned", "none")] = "rope"  # learned: the decoder adds them to the tokens'
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
-    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
-    backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused: see backends.py
+    rope_layout: Annotated[str, ("half", "interleaved")] = "half"  # Llama, GPT-NeoX; or GPT-J, the published differential code
+    backend: Annotated[str, BACKENDS] = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused
 
     def filled(self) -> Self:
         """A checked copy with the heads and biases filled in. ValueError names the option that corrects the error."""
         check_ranges(self)
-        check_choice("backend", self.backend, BACKENDS)
-        check_choice("position", self.position, ("rope", "alibi", "learned", "none"))
-        check_choice("rope_layout", self.rope_layout, ("half", "interleaved"))
         self.rope_scaling.check()
         if self.head_dim is None:
             check_divisor("n_head", self.n_head, "d_model", self.d_model)
@@ -86,8 +83,6 @@ class Attention(nn.Module):
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's options
-    # option -> allowed values. An option whose name ends in norm also takes a callable: width -> module.
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     per_head: ClassVar[dict[str, float]] = {}  # name of a learned number per head -> its first value
     undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
@@ -109,10 +104,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         cfg, self.options = self._settings(cfg, keywords)
-        for option, allowed in self.choices.items():
-            value = getattr(self.options, option)
-            if not (callable(value) and option.endswith("norm")):
-                check_choice(option, value, allowed)
         self.shape = self.head_shape(cfg)
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout

@@ -111,10 +111,7 @@ def in_line(x: Tensor) -> Tensor:
 
 
 class Union(torch.autograd.Function):
-    """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
-
-    The probabilities of set j are exp(q k_j' - lse), so its flash backward, given the merged output and lse, is exact.
-    """
+    """Causal attention over several key sets as a log-sum-exp merge of one flash call per set, with exact gradients."""
 
     generate_vmap_rule = True
 
@@ -138,6 +135,7 @@ class Union(torch.autograd.Function):
         grad = in_line(grad)
         q, *sets, out, lse = ctx.saved_tensors
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
+        # The probabilities of set j are exp(q k_j' - lse), so its backward takes the merged output and lse.
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
         return None, *once((grad, q, *sets), (sum(dq), *dk, *dv))

@@ -1,7 +1,7 @@
 """axolotl's plugin for differential attention (axolotl-ai-cloud/diff-transformer, 20acfc9): its config.yml, and its models.
 
-A model is a Llama whose attention has two maps per head: map c of head i is query head i + c h (ours: 2i + c), and with
-split_heads the values lie in two halves likewise. lambda_init is stored, and nothing is scaled by 1 - lambda_init.
+A model is a DiffLlama whose values lie in two halves with split_heads only. lambda_init is stored, and nothing is scaled by
+1 - lambda_init.
 """
 
 from dataclasses import replace

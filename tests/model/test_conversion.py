@@ -186,7 +186,6 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
     ("cfg", "how", "says"),
     [
         ({}, Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, same"),
-        ({}, Conversion(init="mirror", heads="split"), "use init=zero"),
         ({}, Conversion(lambda_init=0.3), "leave lambda_init out"),
         ({}, Conversion(init="open"), "use second=random, or init=mirror"),
         ({}, Conversion(init="mirror", lambda_init=1.0), r"use a number in \(0, 0.95\]"),
@@ -195,7 +194,6 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
         ({}, Conversion(to="same", heads="split"), "leave out heads"),
         ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
         ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 .* is odd: use heads=double"),
-        ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
         ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
         ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),
         ({"baseline": BaselineConfig(qk_norm="head")}, Conversion(to="diff_v2"), "use to=diff"),

@@ -29,11 +29,7 @@ HIDDEN = -(2**31)  # the id of a padded key, which no query has
 
 
 def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask) -> Tensor:
-    """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
-
-    Shapes as of backends.attend_diff; the queries are the last T of S positions. q, k, v in one of bfloat16, float16, float32;
-    sums in float32. ValueError where the kernel cannot run.
-    """
+    """backends.attend_diff for q, k, v in one of bfloat16, float16, float32; the queries are the last T of S positions."""
     (B, h, _, T, d), (_, hkv, C, S, _), dv = q.shape, k.shape, v.shape[-1]
     assert q.shape[2] == 2 and C in (1, 2) and h % hkv == 0 and T <= S, (q.shape, k.shape)
     assert k.shape == (B, hkv, C, S, d) and v.shape == (B, hkv, S, dv), (k.shape, v.shape)
@@ -71,17 +67,13 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
 
 
 class Blocks(NamedTuple):
-    """One program's tile, BM queries by BN keys, and how Triton runs it.
-
-    TURNED: scores are computed as K Q' and transposed, which lays the warps out along the keys. A backward's maps are then
-    left operands, which stay in registers, and no two warps compute the same product.
-    """
+    """One program's tile, BM queries by BN keys, and how Triton runs it."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
-    TURNED: bool
+    TURNED: bool  # scores are K Q' transposed: warps lie along the keys, and no two warps compute the same product
 
 
 # sm_90: of twenty tiles for each row, timed on an H200 (docs/results/gpu/README.md), the fastest that spills little. sm_80: not
