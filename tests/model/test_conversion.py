@@ -188,7 +188,6 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
         ({}, Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, same"),
         ({}, Conversion(lambda_init=0.3), "leave lambda_init out"),
         ({}, Conversion(init="open"), "use second=random, or init=mirror"),
-        ({}, Conversion(init="mirror", lambda_init=1.0), r"use a number in \(0, 0.95\]"),
         ({}, Conversion(to="diff_v2", sublayer_norm=True), "use sublayer_norm=false"),
         ({}, Conversion(lambda_bias=-3.0), "leave lambda_bias out"),
         ({}, Conversion(to="same", heads="split"), "leave out heads"),
