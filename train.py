@@ -70,7 +70,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     compiled = compiles(cfg.compile, flops_per_token * cfg.steps * cfg.batch_tokens, world)
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or default_micro_batch(batch // world.size, T, world)
-    loader = cleanup.enter_context(closing(Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))))
+    loader = cleanup.enter_context(closing(Prefetcher(Loader(source, batch, cfg.seed, world.rank, world.size, micro_batch))))
 
     # What is read while the model trains. A sharded model needs all processes to read it.
     reads_model = world.main or parallel.sharded

@@ -43,7 +43,7 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
         sources["retrieval documents"] = RetrievalSource(RetrievalMixConfig(), sources["text, uint16"], ids, length)
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
         steps = itertools.count()
-        works = [partial(read, Loader(source, batch, length, 1), steps) for source in sources.values()]
+        works = [partial(read, Loader(source, batch, 1), steps) for source in sources.values()]
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
         for row, source in zip(rows, sources.values(), strict=True):
@@ -57,7 +57,7 @@ def read(load: Loader, steps: Iterator[int]) -> None:
 
 def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:
     """How long a step waits for its batch, which is read during the step before: ms, and % of the step."""
-    load, waited, taken = Prefetcher(Loader(source, len(step.rows), length, seed=1)), [], []
+    load, waited, taken = Prefetcher(Loader(source, len(step.rows), seed=1)), [], []
     for number in range(rounds + 1):
         start = time.perf_counter()
         load(number)

@@ -34,7 +34,7 @@ class MqarConfig:
     noise: Annotated[int, "[1, 1048576]"] = 64  # number of different noise tokens, none of which is a key or a value
     pairs: Annotated[int, "[1, 1048576]"] = 4  # key-value pairs that each row states first and asks for afterwards
     distractors: Annotated[float, "[0, 1)"] = 0.8  # share of distractors among the tokens before the questions
-    kind: str = "noise"  # distractors: noise (noise tokens) | pairs (key-value pairs for which the row does not ask)
+    kind: Annotated[str, ("noise", "pairs")] = "noise"  # distractors: noise tokens, or pairs for which the row does not ask
 
 
 @dataclass

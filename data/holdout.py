@@ -20,15 +20,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others.
-
-    share: of the document whose hash equals `below`, which is cut in two; validation gets its end. uncut: the split of that
-    document if it is too short to be cut.
-    """
+    """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others."""
 
     below: float
-    share: Fraction = Fraction(0)
-    uncut: str = "train"
+    share: Fraction = Fraction(0)  # of the document whose hash equals `below`, which is cut in two; validation gets its end
+    uncut: str = "train"  # the split of that document if it is too short to be cut
 
     def documents(self, texts: Iterable[str]) -> Iterator[Document]:
         """The documents of `texts`, in order, each with its split; the document that is cut comes as two."""
@@ -47,9 +43,8 @@ class HoldOut:
 def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
     """How to hold out `fraction` of the bytes of `texts`, measured on their first `limit` bytes.
 
-    Documents with a hash below `fraction`, if they have that share of the bytes within TOLERANCE: the split of a document then
-    depends on it alone. Otherwise (a few books) documents in the order of their hash until the share is full, the last of them
-    cut. Reading ends early once the share is almost certain to be within TOLERANCE.
+    Documents with a hash below `fraction`, if they have that share of the bytes within TOLERANCE, or else documents in the
+    order of their hash until the share is full, the last of them cut.
     """
     if not fraction:
         return HoldOut(0.0)

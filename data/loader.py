@@ -1,7 +1,7 @@
 """Batches are a pure function of (seed, step), so checkpoints do not need to save the state of a loader.
 
-Sample numbers are global: row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source`
-turns a number into tokens. It marks a token x that the loss must leave out as ~x; `inputs_and_targets` removes the marks.
+Row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source` turns a number into tokens;
+it marks a token x that the loss must leave out as ~x.
 """
 
 import itertools
@@ -103,10 +103,7 @@ class Windows:
 
 
 class Mixture:
-    """A mixture of `parts` (source, weight in whole percents): of any 100 consecutive samples, exactly `weight` come from each.
-
-    A fixed pattern of 100 turns spreads the turns of each source evenly. Each source counts its samples without gaps.
-    """
+    """A mixture of `parts` (source, weight in percents): of any 100 consecutive samples, exactly `weight` come from each."""
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
         self.sources, self.weights = ([part[i] for part in parts] for i in (0, 1))
@@ -136,16 +133,16 @@ def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
 
 
 class Loader:
-    """Batches by step number: `loader(step, micro)` is (micro_batch, length+1) int64 rows, the `micro`th of `micros` parts of
+    """Batches by step number: `loader(step, micro)` is (micro_batch, T + 1) int64 rows, the `micro`th of `micros` parts of
     this rank's contiguous share of the `batch` samples. So the batch is the same for every world size and micro batch.
     """
 
     def __init__(
-        self, source: Source, batch: int, length: int, seed: int, rank: int = 0, world: int = 1, micro_batch: int | None = None
+        self, source: Source, batch: int, seed: int, rank: int = 0, world: int = 1, micro_batch: int | None = None
     ) -> None:
         if batch < 1 or batch % world:
             raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change either number")
-        self.source, self.batch, self.length, self.seed, self.rank = source, batch, length, seed, rank
+        self.source, self.batch, self.seed, self.rank = source, batch, seed, rank
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank
         if self.per_rank % self.micro_batch:
@@ -161,10 +158,7 @@ class Loader:
         return range(first, first + self.micro_batch)
 
     def __call__(self, step: int, micro: int = 0) -> np.ndarray:
-        rows = np.empty((self.micro_batch, self.length + 1), dtype=np.int64)
-        for row, index in enumerate(self.samples(step, micro)):
-            rows[row] = self.source.sample(index, self.seed)
-        return rows
+        return np.stack([self.source.sample(index, self.seed) for index in self.samples(step, micro)])
 
 
 class Prefetcher:

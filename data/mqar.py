@@ -1,7 +1,6 @@
 """Multi-query associative recall (MQAR: Arora et al., arXiv 2312.04927, section 4; HazyResearch/zoology) with a known share of
 distractors; rows are generated when they are read.
 
-A row tells `pairs` key-value pairs and then asks each of them once: the key comes again, and the value is the answer.
 Distractors lie between the pairs, as in MAD's noisy recall (Poli et al., arXiv 2403.17844). Only answers are scored.
 """
 
@@ -12,7 +11,6 @@ import numpy as np
 from data.config import MqarConfig
 from data.tokenizer import Tokenizer, tokenizer_of_words
 
-KINDS = ("noise", "pairs")
 SPLITS = ("train", "val", "eval")
 VALIDATION_ROWS = 4096
 
@@ -40,17 +38,14 @@ def mqar_tokenizer(cfg: MqarConfig) -> Tokenizer:
 
 
 class Mqar:
-    """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
-
-    A row is the end-of-text token, then slots of two tokens: pairs and distractors in random order, directly after them the
-    questions (fillers between, as in Zoology, could hold copies of the pairs), then end-of-text tokens.
+    """Rows of `length` + 1 tokens: end-of-text, slots of two tokens (pairs and distractors in random order, directly after them
+    the questions), end-of-text tokens. Row i of a split is a pure function of (split, seed, i).
     """
 
     def __init__(self, cfg: MqarConfig, length: int) -> None:
         self.cfg, self.length = cfg, length
         self.blank = cfg.keys + cfg.values + cfg.noise
-        self.told_slots = told_slots(cfg)
-        needed = shortest_row(cfg)
+        self.told_slots, needed = told_slots(cfg), shortest_row(cfg)
         if length % 2 or length < needed:
             wrong = f"{cfg.pairs} pairs with a share of {cfg.distractors:g} distractors do not fit {length} tokens"
             raise ValueError(f"{wrong}: use an even model.context of {needed} or more")
@@ -98,8 +93,6 @@ def shortest_row(cfg: MqarConfig) -> int:
 
 def told_slots(cfg: MqarConfig) -> int:
     """Slots of two tokens that hold the pairs and the distractors. ValueError: the options exclude each other."""
-    if cfg.kind not in KINDS:
-        raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
     if not 0 <= cfg.distractors < 1:  # also of the shares of an evaluation
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
     if cfg.pairs > cfg.values or cfg.pairs >= cfg.keys:

@@ -76,11 +76,7 @@ def _resumed(folder: Path, shards: list[dict]) -> Split:
 
 
 def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
-    """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is.
-
-    Raises ValueError or OSError in one line. Shards finished before an error or an interruption are kept, and the same call
-    continues after them.
-    """
+    """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is."""
     if Path(cfg.name).is_absolute() or ".." in Path(cfg.name).parts:
         raise ValueError(f"data.name={cfg.name} leaves the folder of prepared sets: use a plain name and data.dir=FOLDER")
     corpus, folder = open_corpus(cfg), Path(cfg.dir)
@@ -160,8 +156,6 @@ class Preparation:
                 with contextlib.suppress(OSError):
                     self.folder.rmdir()
 
-    # from text to items
-
     def _items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
         print("reading the text to choose the validation documents", flush=True)
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
@@ -205,8 +199,6 @@ class Preparation:
             raise ValueError(f"{wrong}: take it out of the source, or use data.tokenizer.name=bytes") from None
         return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if begins else ids
 
-    # from items to shards
-
     def _full(self, split: str) -> bool:
         return split == "train" and self.cfg.max_tokens is not None and self.splits[split].tokens >= self.cfg.max_tokens
 
@@ -246,8 +238,6 @@ class Preparation:
         split.waiting = []
         self._save_progress()
 
-    # the folder
-
     def _resume(self) -> None:
         """Take over the shards that an interrupted preparation finished. ValueError: the folder has another origin."""
         path = self.folder / PROGRESS
@@ -271,13 +261,12 @@ class Preparation:
         write_json(self.folder / PROGRESS, content)
 
     def _finish(self) -> dict:
-        splits, of_shard = {}, ("file", "tokens", "crc32")
+        splits = {}
         for name, split in self.splits.items():
             if split.waiting:
                 self._close_shard(name)
-            shards = [{key: shard[key] for key in of_shard} for shard in split.shards]
-            sizes = {key: getattr(split, key) for key in ("tokens", "documents", "bytes")}
-            splits[name] = sizes | {"shards": shards}
+            splits[name] = {key: getattr(split, key) for key in ("tokens", "documents", "bytes")}
+            splits[name]["shards"] = [{key: shard[key] for key in ("file", "tokens", "crc32")} for shard in split.shards]
         meta = {
             "version": VERSION,
             "name": self.cfg.name,
@@ -304,13 +293,10 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 def _describe(meta: dict) -> str:
     splits, tokenizer = meta["splits"], meta["tokenizer"]
-    parts = [
-        f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
-        for name, split in splits.items()
-    ]
+    sizes = [", ".join(f"{split[unit]:,} {unit}" for unit in ("tokens", "bytes", "documents")) for split in splits.values()]
+    sizes = "; ".join(f"{name} {size}" for name, size in zip(splits, sizes, strict=True))
     share = splits["val"]["bytes"] / max(1, sum(split["bytes"] for split in splits.values()))
-    parts.append(f"held out {share:.2%} of the bytes ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})")
-    return "; ".join(parts)
+    return f"{sizes}; held out {share:.2%} of the bytes ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})"
 
 
 @command("prepare", PrepareConfig)

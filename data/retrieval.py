@@ -157,10 +157,9 @@ def sentence_ends(tokenizer: Tokenizer) -> np.ndarray:
 def hide(
     text: np.ndarray, facts: Sequence[Fact], depths: Sequence[float], ends: np.ndarray, reach: float = np.inf
 ) -> tuple[list[int], list[int]]:
-    """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end.
+    """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end within `reach` tokens, if any.
 
-    A fact stands exactly at its depth if no sentence ends within `reach` tokens of it. Returns the new tokens and the
-    position at which each fact starts.
+    Returns the new tokens and the position at which each fact starts.
     """
     places, cuts = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)])), []
     for wish in (depth * len(text) for depth in depths):

@@ -48,9 +48,8 @@ def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerpri
 class Shard:
     """One shard. Its file is open only while it is read, so a set may have more shards than a process may open files.
 
-    `vocab_size` and `fingerprint` (hex) are those of the caller's tokenizer. A shard that this project wrote is refused if it
-    has others. Shards of other projects record neither, so only their ids are checked. `verify` forces the checksum.
-    Raises FileNotFoundError or ValueError.
+    `vocab_size` and `fingerprint` (hex) are those of the caller's tokenizer: a shard of this project with others is refused; of
+    other projects' shards, only the ids are checked. `verify` forces the checksum. Raises FileNotFoundError or ValueError.
     """
 
     def __init__(
@@ -152,9 +151,7 @@ def open_split(
     folder: str | Path, split: str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = False
 ) -> list[Shard]:
     """The shards of one split of a prepared folder, in order; without meta.json, the .bin files whose names say the split (a
-    name that says both is of the last: pretrain_val_000.bin).
-
-    Raises FileNotFoundError or ValueError, in one line, for a missing folder, split or shard and as `Shard` does.
+    name that says both is of the last: pretrain_val_000.bin). Raises FileNotFoundError or ValueError.
     """
     folder = Path(folder)
     if meta := read_meta(folder):
@@ -164,11 +161,10 @@ def open_split(
             fix = "prepare as another data.name=NAME with a larger data.val_fraction"
             raise ValueError(f"{folder} was prepared without validation text: {fix}")
     elif (folder / PROGRESS).is_file():
-        again = "run python -m data.prepare again, with the same overrides, to resume it"
+        again = "run python -m data.prepare again, with the same overrides"
         raise ValueError(f"the preparation of {folder} is not finished: {again}")
     elif (folder / "meta.pkl").exists():
-        fix = "prepare its text instead with data=text path=FILE"
-        raise ValueError(f"{folder} has characters as tokens (nanoGPT's meta.pkl): {fix}")
+        raise ValueError(f"{folder} has characters as tokens (nanoGPT's meta.pkl): prepare its text with data=text path=FILE")
     else:
         named = [path for path in sorted(folder.glob("*.bin")) if split in path.stem]
         paths = [path for path in named if path.stem.rfind(split) == max(map(path.stem.rfind, ("train", "val")))]

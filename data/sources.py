@@ -1,9 +1,6 @@
-"""Where text comes from. A `Corpus` is an ordered stream of documents that can be read again from the start.
+"""Where text comes from. The same configuration gives the same documents in the same order."""
 
-Documents are not shuffled: the same configuration gives the same documents in the same order, so an interrupted
-preparation can continue.
-"""
-
+import ast
 import bz2
 import codecs
 import contextlib
@@ -12,12 +9,14 @@ import glob
 import gzip
 import hashlib
 import http.client
+import inspect
 import io
 import json
 import lzma
 import os
 import platform
 import re
+import sysconfig
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ from typing import Any, BinaryIO
 
 from configs.files import naming
 from data.config import DataConfig
-from data.stdlib import stdlib_texts
 from data.tokenizer import EOT, import_optional
 
 WHOLE = 64 * 2**20  # bytes; files that together are no larger are compared whole
@@ -42,19 +40,16 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BUILDERS = {".csv": "csv", ".json": "json"}  # suffixes that the package `datasets` reads
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes
 UNREADABLE = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what decompressors raise for a damaged file
+SKIPPED = set("test tests idlelib idle_test site-packages dist-packages lib2to3 turtledemo __pycache__".split())
 
 
 @dataclass
 class Corpus:
-    """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning.
+    """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning."""
 
-    identity: describes the documents; it tells whether an earlier preparation read the same ones. blank: documents without
-    text that the latest iteration has left out.
-    """
-
-    identity: dict
+    identity: dict  # describes the documents; it tells whether an earlier preparation read the same ones
     read: Callable[[], Iterator[str]]
-    blank: int = 0
+    blank: int = 0  # documents without text that the latest iteration has left out
 
     def __iter__(self) -> Iterator[str]:
         blank = 0
@@ -80,8 +75,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 
 def stdlib(cfg: DataConfig) -> Corpus:
-    """The English of the Python installation (data/stdlib.py), parsed once however often it is read."""
-    texts = functools.cache(stdlib_texts)
+    """The English of the Python installation, about 2 MB, parsed once however often it is read."""
+    texts = functools.cache(_stdlib_texts)
     return Corpus({"source": "stdlib", "python": platform.python_version()}, lambda: iter(texts()))
 
 
@@ -104,9 +99,6 @@ def _download_shakespeare() -> str:
     return content.decode()
 
 
-# --- text: local files ----------------------------------------------------------------------------------------------
-
-
 def text_files(cfg: DataConfig) -> Corpus:
     """Local files READ, in order of name: `cfg.path` is a file, a folder (with everything below it) or a glob, `cfg.column` the
     key or column of the text. A .txt file is one document, or several that <|endoftext|> separates; one of over 16M characters
@@ -122,13 +114,11 @@ def text_files(cfg: DataConfig) -> Corpus:
     files = _files_in(cfg.path)
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
-    texts = [file for file in files if is_text(file)]
+    texts = [file for file in files if TEXT_NAME.fullmatch(file.name)]
     if not texts:
         raise ValueError(f"no text in {path}: path= takes {READ} files, or one .csv or .json file")
     _refuse_copies(texts)
     size = sum(text.stat().st_size for text in texts)
-    if not size:
-        raise ValueError(f"{path} is empty: give path= a file with text in it")
 
     def read() -> Iterator[str]:
         for text in texts:
@@ -142,8 +132,7 @@ def text_files(cfg: DataConfig) -> Corpus:
 def _files_in(path: str) -> list[Path]:
     """The file `path`, or all files below the folder `path` or below what the glob `path` matches, in order of name.
 
-    Below a folder, names that begin with a dot are left out: editors and systems keep copies and notes there
-    (.ipynb_checkpoints, ._text.txt). Symbolic links are followed; a file that several names lead to is read once.
+    Below a folder, names that begin with a dot are left out. A file that several names lead to is read once.
     """
     roots = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
     below = [name for root in roots for name in glob.iglob(f"{glob.escape(root)}/**", recursive=True)]
@@ -154,11 +143,7 @@ def _files_in(path: str) -> list[Path]:
 
 
 def content_of(paths: Sequence[Path]) -> str:
-    """Digest (32 hex digits) of what local files hold: of all bytes, or of BLOCKS blocks per file of a large source.
-
-    The blocks have even distances, so a set of 100 GB is compared in seconds. A small edit between them, which leaves the
-    size of a large file as it was, is not seen.
-    """
+    """Digest (32 hex digits) of what local files hold: of all bytes, or of BLOCKS even blocks per file of a large source."""
     sizes = [path.stat().st_size for path in paths]
     whole, digest = sum(sizes) <= WHOLE, hashlib.sha256()
     for path, size in zip(paths, sizes, strict=True):
@@ -171,11 +156,6 @@ def content_of(paths: Sequence[Path]) -> str:
                 file.seek(start)
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()[:32]
-
-
-def is_text(path: Path) -> bool:
-    """Whether the name of a file ends in .txt, .jsonl or .ndjson, with or without the suffix of a compression, or .parquet."""
-    return TEXT_NAME.fullmatch(path.name) is not None
 
 
 def _refuse_copies(texts: list[Path]) -> None:
@@ -262,9 +242,6 @@ def _text_of(row: Any, column: str, where: str) -> str:
     raise ValueError(f"{where} has no text under '{column}' (it has {has}): use data.column=NAME")
 
 
-# --- hf: the package datasets ---------------------------------------------------------------------------------------
-
-
 def hugging_face(cfg: DataConfig) -> Corpus:
     """A data set of the package `datasets`: of the Hugging Face hub (`cfg.dataset`, `cfg.subset`, `cfg.split`), a folder
     saved with save_to_disk, or `cfg.data_files` for a builder (json, parquet). Local data sets need no network.
@@ -281,7 +258,7 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     if local:
         paths = _files_in(local)
-        _refuse_copies([path for path in paths if is_text(path)])
+        _refuse_copies([path for path in paths if TEXT_NAME.fullmatch(path.name)])
         content = content_of([path for path in paths if not path.name.startswith("cache-")])
         identity |= {"data_files": cfg.data_files, "content": content}
     return Corpus(identity, read)
@@ -319,3 +296,69 @@ def _brief(error: BaseException) -> str:
 
 def _short(text: str) -> str:
     return text.splitlines()[0][:160]
+
+
+def _stdlib_texts() -> list[str]:
+    """The language reference in pydoc_data, a document per topic, and the docstrings of the standard library, a document
+    per module. Sources are parsed, never imported; the text depends only on the Python version.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts))
+    texts: list[str] = []
+    seen: set[str] = set()
+    for path in paths:
+        source = path.read_bytes()
+        topics = path.parent.name == "pydoc_data"
+        texts += _topics(source) if topics else [_docstrings(source, root, path, seen)]
+    return texts
+
+
+def _topics(source: bytes) -> list[str]:
+    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that mostly repeat a longer one."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
+            return _without_excerpts([clean(text) for _, text in sorted(ast.literal_eval(node.value).items())])
+    return []
+
+
+def _without_excerpts(texts: list[str]) -> list[str]:
+    """`if` is a section of `compound`, for example, and both splits would hold it."""
+    seen: set[str] = set()
+    kept = set()
+    for text in sorted(texts, key=lambda text: (-len(text), text)):
+        paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
+        if sum(len(p) for p in paragraphs if p in seen) < len(text) / 4:
+            kept.add(text)
+        seen.update(paragraphs)
+    return [text for text in dict.fromkeys(texts) if text in kept]
+
+
+def _docstrings(source: bytes, root: Path, path: Path, seen: set[str]) -> str:
+    """One document: the docstrings of a module in the order of its source, each under its signature."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template, for example
+        return ""
+    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    parts = []
+    for title, node in _definitions(tree, name):
+        text = clean(ast.get_docstring(node) or "")
+        if text and text not in seen:
+            seen.add(text)
+            parts.append(f"{title}\n\n{text}")
+    return "\n\n".join(parts)
+
+
+def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
+    """(title, node) of a module, its classes and functions, nested ones after the one that holds them."""
+    yield name + (f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""), node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _definitions(child, f"{name}.{child.name}")
+
+
+def clean(text: str) -> str:
+    """Common indentation, trailing blanks, ruled lines (`====`) and runs of empty lines removed."""
+    text = inspect.cleandoc(text.replace("\x08", "").replace("\x0c", ""))
+    text = "\n".join(line.rstrip() for line in text.split("\n") if not re.fullmatch(r"\s*([*=~^#+\-_])\1{3,}\s*", line))
+    return re.sub(r"\n{3,}", "\n\n", text).strip()

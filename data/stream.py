@@ -25,10 +25,9 @@ def open_tokenizer(cfg: DataConfig) -> Tokenizer:
 def open_sources(
     cfg: DataConfig, tokenizer: Tokenizer, context: int, document_mask: bool = False
 ) -> tuple[Source, Windows | Mqar]:
-    """What training reads and the windows of validation, both rows of `context` + 1 tokens.
+    """What training reads (the text, or a mixture with retrieval documents made from it) and the windows of validation.
 
-    Training reads the text alone, or mixed with retrieval documents made from it. document_mask: whether the model's tokens
-    see only their document; then a retrieval document has no end-of-text token between a fact and its question.
+    Rows of `context` + 1 tokens. document_mask: of the model; a retrieval document then has no end-of-text token inside.
     """
     weight = cfg.retrieval.weight
     if is_task(cfg):

@@ -76,7 +76,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Special tokens written out in the text are encoded as ordinary text."""
-        return self.encoding.encode_ordinary(_valid(text))
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         """As `encode`, returned as (tokens,) uint32, without the GIL, so threads scale."""
@@ -117,8 +117,7 @@ class Tokenizer:
 class FolderTokenizer(Tokenizer):
     """The tokenizer.json of a model folder, run by the package `tokenizers`; its kind is byte-level or sentencepiece.
 
-    `eot`: the folder's bos token, else its eos token. Sentencepiece puts a space before a text, which `decode` removes and
-    `byte_lengths` counts; so does a byte-level tokenizer with add_prefix_space, whose space `decode` keeps.
+    Sentencepiece puts a space before a text, which `decode` removes and `byte_lengths` counts.
     """
 
     def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
@@ -138,9 +137,6 @@ class FolderTokenizer(Tokenizer):
         self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         self.byte_level = _is_byte_level(definition, source)
         self.fingerprint = hashlib.sha256(json.dumps([decides, eot], sort_keys=True).encode()).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         (encoded,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
@@ -310,10 +306,7 @@ def _fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves.
-
-    Numbers make every pair of digits frequent enough to become a token, with a space before it and without.
-    """
+    """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves."""
     tokenizers = import_optional("tokenizers", "training bpe")
     hf = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(BPE_PATTERN), behavior="isolated")
@@ -321,6 +314,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    # These make every pair of digits frequent enough to become a token, with a space before it and without.
     numbers = " ".join(("", *(f"{number:04}" for number in range(10_000))))
     hf.train_from_iterator(itertools.chain(map(_valid, texts), [numbers] * (5 if vocab_size >= WITH_NUMBERS else 0)), trainer)
     vocab = hf.get_vocab()

@@ -1,8 +1,7 @@
 """Our tokenizers as the files that transformers' AutoTokenizer reads: tokenizer.json and tokenizer_config.json.
 
-The vocabulary of a `tiktoken.Encoding` becomes a byte-level BPE of the package `tokenizers`. Tiktoken joins any two
-neighbours whose bytes are a token, the token of the lowest rank first. So each way to split a token into two tokens
-becomes a merge, and the rank of the token is the rank of the merge.
+Tiktoken joins any two neighbours whose bytes are a token, the token of the lowest rank first. So each way to split a token into
+two tokens becomes a merge of a byte-level BPE, and the rank of the token is the rank of the merge.
 """
 
 import json
@@ -17,8 +16,7 @@ CONFIG = "tokenizer_config.json"
 def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the ids of `tokenizer.encode`.
 
-    context: tokens the model takes. Special tokens that are written out in a text are read as text, and none is added.
-    ValueError: the package `tokenizers` is missing, or cannot express the encoding's split pattern.
+    context: tokens the model takes. ValueError: `tokenizers` is missing, or cannot express the encoding's split pattern.
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
     definition = {**definition, "post_processor": None}  # a post-processor adds tokens

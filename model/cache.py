@@ -7,14 +7,11 @@ from torch import Tensor
 
 
 class KVCache:
-    """The keys and values of every attention call of a decoder, one slot per (layer, call).
-
-    `length` is the number of tokens cached; what calls the attention modules adds to it after the last of them.
-    """
+    """The keys and values of every attention call of a decoder, one slot per (layer, call)."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.length = 0
+        self.length = 0  # tokens cached; what calls the attention modules adds to it after the last of them
         self.slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.tokens: Tensor | None = None  # (B, length), kept by `seen`
 

@@ -1,9 +1,4 @@
-"""Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
-
-docs/METHODS.md 9.1 has the algebra. The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init
-sets all lambda vectors to zero, so that neither these nor the second maps ever get a gradient, and its split-heads draws new
-queries and keys.
-"""
+"""Convert a baseline to a differential stack (docs/METHODS.md, section 9.1), with the options of axolotl's converter."""
 
 import math
 from contextlib import ExitStack
@@ -13,19 +8,12 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from .attention.base import check_choice
 from .attention.diff import DiffAttention, DiffConfig
 from .attention.diff_v2 import DiffV2Attention, DiffV2Config
 from .config import DecoderConfig
 from .decoder import Decoder
 from .ranges import check_ranges
 
-CHOICES = {
-    "to": ("diff", "diff_v2", "same"),
-    "init": ("zero", "mirror", "open"),
-    "heads": ("double", "split"),
-    "second": ("copy", "random"),
-}
 EXCLUDED = (  # options that exclude each other, and what to use
     ("to=diff init=mirror heads=split", "it would overwrite trained second maps: use init=zero"),
     ("init=mirror second=random", "it copies the first maps over the second: use second=copy, or init=zero"),
@@ -40,26 +28,19 @@ EXCLUDED = (  # options that exclude each other, and what to use
 
 @dataclass
 class Conversion:
-    """How a baseline becomes a differential model.
+    """How a baseline becomes a differential model."""
 
-    init: lambda starts at 0 (zero) or at lambda_init; mirror scales the output projection so that the function stays, open does
-    not (axolotl's default). heads: every head gets a second map (double), or two heads become the maps of one (split).
-    sublayer_norm: the paper's norm per head, which changes the function. With second=copy lambda would hardly learn.
-    """
-
-    to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change
-    init: str = "zero"  # zero | mirror | open
-    heads: str = "double"  # double | split
-    second: str = "copy"  # copy | random: start of the added maps
-    sublayer_norm: bool = False
+    to: Annotated[str, ("diff", "diff_v2", "same")] = "diff"  # attention of the new model; same copies it without a change
+    init: Annotated[str, ("zero", "mirror", "open")] = "zero"  # lambda is 0, or lambda_init; mirror: `out` makes up for it
+    heads: Annotated[str, ("double", "split")] = "double"  # every head gets a second map, or two heads become the maps of one
+    second: Annotated[str, ("copy", "random")] = "copy"  # start of the added maps
+    sublayer_norm: bool = False  # the paper's norm per head, which changes the function
     lambda_init: Annotated[float | None, "(0, 0.95]"] = None  # start of lambda with init=mirror or open; None: the paper's
     lambda_bias: Annotated[float, "[-20, 0]"] = -4.0  # with to=diff_v2, lambda starts at sigmoid(lambda_bias)
 
     def check(self) -> None:
         """ValueError for an unknown option, or for options that exclude each other."""
         check_ranges(self)
-        for name, allowed in CHOICES.items():
-            check_choice(name, getattr(self, name), allowed)
         changed = {one.name for one in fields(Conversion) if getattr(self, one.name) != one.default} - {"to"}
         if self.to == "same" and changed:
             raise ValueError(f"to=same copies the model without a change: leave out {', '.join(sorted(changed))}")
@@ -77,11 +58,6 @@ class Conversion:
         """Whether the converted model computes what its source computed."""
         kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
         return {"same": True, "diff_v2": self.second == "copy", "diff": kept}[self.to]
-
-    @property
-    def second_maps_learn_later(self) -> bool:
-        """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
-        return self.to == "diff" and self.init == "zero"
 
 
 def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
@@ -115,7 +91,7 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
     seed: for the lambda vectors, and with second=random the second maps. tokens (B, T): with sublayer_norm, a text on which
-    the mean rms of each head is measured. The norm removes this rms, so the output projection is multiplied by it.
+    the mean rms of each head, which the norm removes, is measured.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)

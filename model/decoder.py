@@ -43,10 +43,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-style decoder; `cfg.layers` names the attention variant of each layer.
-
-    Initial weights depend only on (seed, parameter name, shape), so two variants agree in the matrices that both have.
-    """
+    """A GPT-style decoder; `cfg.layers` names the attention variant of each layer."""
 
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
@@ -67,29 +64,15 @@ class Decoder(nn.Module):
             self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Initial weights as in GPT-2: matrices are normal with std 0.02, norm weights are 1, biases are 0.
-
-        Matrices that write into the residual stream have the std 0.02 / sqrt(2 n_layer).
-        """
+        """Initial weights as in GPT-2: see `initialize`."""
         initialize(self, seed, residual=("attention.out.weight", "mlp.down.weight"), depth=self.cfg.n_layer)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        cache: KVCache | None = None,
-        documents: Tensor | None = None,
-        keys: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, **inputs: Any) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats if `targets` (B, T) are given.
 
-        documents (B, S): document number of each token; a token sees its own document only. With `cfg.document_mask` and
-        documents=None, the numbers are derived from the tokens. keys (B, S): False marks padding. S counts cached tokens, too.
-        rows (R,) or (B, R): the only positions, out of S, for which the output head computes logits: then logits are (B, R, V)
-        and targets (B, R). A target of -100 is not scored.
+        inputs: as of `hidden`. With rows, logits are (B, R, V) and targets (B, R). A target of -100 is not scored.
         """
-        hidden = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
+        hidden = self.hidden(tokens, **inputs)  # (B, T or R, D)
         if targets is None:
             return self.head(hidden)  # (B, T or R, V)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
@@ -102,7 +85,12 @@ class Decoder(nn.Module):
         keys: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The output head's input for tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
+        """The output head's input for tokens (B, T): (B, T or R, D).
+
+        documents (B, S): document number of each token; a token sees its own document only. With `cfg.document_mask` and
+        documents=None, the numbers are derived from the tokens. keys (B, S): False marks padding. S counts cached tokens, too.
+        rows (R,) or (B, R): the only positions, out of S, that are wanted.
+        """
         _check_shape(tokens)
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
@@ -153,13 +141,10 @@ class Decoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue tokens (B, T) with a KV cache: yields the next ids (B,), at most `max_new_tokens` times.
 
-        temperature=0 is greedy. Otherwise ids are drawn from softmax(logits / temperature). top_k keeps the most probable ids;
-        top_p keeps the smallest set of these whose probabilities sum to top_p (Holtzman et al., arXiv 1904.09751). generator:
-        one for all rows, or one per row, so that rows do not depend on each other. stop: an id that ends its row; an ended row
-        repeats this id, and the stream ends when all rows have ended. Pad shorter prompts on the left and give keys (B, T),
-        False at the padding; with learned positions, padding is an error, because it would shift them. ValueError for
-        impossible settings, an empty prompt, too many tokens for learned positions, and logits of the prompt that are not
-        finite.
+        temperature, top_k, top_p: as in METHODS.md 1.2; 0 is greedy. generator: one for all rows, or one per row, so that rows
+        do not depend on each other. stop: an id that ends its row; an ended row repeats this id, and the stream ends when all
+        rows have ended. Pad shorter prompts on the left and give keys (B, T), False at the padding. ValueError for impossible
+        settings, an empty prompt, padding or too many tokens with learned positions, and logits that are not finite.
         """
         _check_sampling(temperature, top_k, top_p)
         _check_shape(tokens)
@@ -213,8 +198,7 @@ class Decoder(nn.Module):
 
 
 def _block_and_carry(block: Block, x: Tensor, rope: Rope | None, mask: Mask, carry: Carry) -> tuple[Tensor, Carry]:
-    """The block's output and a new carry for later layers; `carry` is not changed, so that the block can be computed again."""
-    carry = dict(carry)
+    carry = dict(carry)  # `carry` is not changed, so that the block can be computed again
     return block(x, rope, mask, None, carry), carry
 
 
@@ -225,7 +209,6 @@ def _tie(model: Decoder, _: object) -> None:
 
 
 def _refuse_beyond_memory(cfg: DecoderConfig) -> None:
-    """ValueError for a model whose embedding and feed-forward networks alone do not fit this machine in float32."""
     least = cfg.d_model * (cfg.vocab_size + cfg.n_layer * cfg.d_ff)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if 4 * least > memory and torch.get_default_device().type != "meta":

@@ -26,10 +26,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class FeedForward(nn.Module):
-    """swiglu: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6). gelu: down(gelu(up x)), as in nanoGPT.
+    """swiglu: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6). gelu, gelu_tanh: down(gelu(up x)).
 
-    gelu_tanh: the same with the approximate GELU of GPT-2 (openai/gpt-2, model.py). In training, the backward pass computes
-    the input of `down` again, so this widest activation of a block is not stored.
+    In training, the backward pass computes the input of `down` again, so this widest activation of a block is not stored.
     """
 
     def __init__(self, kind: str, width: int, hidden: int, bias: bool) -> None:
@@ -66,8 +65,8 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
     """Set all weights: matrices normal with std 0.02, norms 1, biases 0; then call each submodule's `init_own(generator)`.
 
     Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: their std is
-    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape (those set by `init_own` also
-    on their order there). Submodules from elsewhere, such as norms from a factory, set their weights by `reset_parameters()`.
+    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape, so variants share those that
+    they both have. Submodules from elsewhere, such as norms from a factory, set their weights by `reset_parameters()`.
     """
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     for name, p in module.named_parameters():

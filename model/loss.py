@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import native
-from .first_derivative import once
 
 IGNORED = -100  # a target that is not scored, as torch has it
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -20,13 +19,11 @@ ALIGNED = 64  # tensor cores take vocabularies in multiples of this
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the logits x weight' (N, V) at targets (N,); x (N, D), weight (V, D).
+    """Mean cross-entropy in nats of the logits x weight' (N, V) at targets (N,) int64; x (N, D), weight (V, D).
 
-    Under autocast the products have autocast's precision, the softmax is in float32, and the weight's gradient is summed up in
-    the weight's own type. A target of -100 is not scored; without scored targets the result is NaN, and its gradients are 0.
-    Logits are made for a part of the tokens at a time. If gradients are wanted, they are computed together with the logits, so
-    no product is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2). ValueError unless there is one int64
-    target a row.
+    Under autocast the products have autocast's precision, the softmax is in float32. A target of -100 is not scored; without
+    scored targets the result is NaN, and its gradients are 0. Gradients are computed together with the logits of a part of the
+    tokens, so no product is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
     """
     if targets.dtype != torch.long or targets.shape != x.shape[:1]:
         wrong = f"the targets are {targets.dtype} {tuple(targets.shape)}"
@@ -40,12 +37,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             total = _LinearCrossEntropy.apply(x, weight, targets, narrow, wide)[0]
         else:
             head = _head(weight, narrow)
-            total = sum(
-                F.cross_entropy(
-                    _logits(rows.to(narrow), head)[:, : len(weight)].to(wide), part, reduction="sum", ignore_index=IGNORED
-                )
-                for rows, part in _pieces(x, weight, targets)
-            )
+            total = 0.0
+            for rows, part in _pieces(x, weight, targets):
+                logits = (rows.to(narrow) @ head.mT)[:, : len(weight)].to(wide)
+                total = total + F.cross_entropy(logits, part, reduction="sum", ignore_index=IGNORED)
         return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
@@ -77,19 +72,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         total, dx, dw = ctx.saved_tensors
-        return *once((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
+        return *native.once((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
 
 
 def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of rows (n, D), and its gradients with respect to the rows and to the weight (V, D).
-
-    One call per piece, so that the logits of a piece are freed before the next ones are made.
-    """
-    logits = _logits(rows, head)  # (n, V), and the padding of `head`
+    """The summed loss of rows (n, D), and its gradients with respect to the rows and to the weight (V, D)."""
+    logits = rows @ head.mT  # (n, V), and the padding of `head`
     if logits.device.type == "cpu" and KERNELS.get(logits.dtype) == wide and not _missing():
         losses, grad = CROSS_ENTROPY(logits, targets, len(weight))
     else:
-        losses, maps = _losses(_widened(logits, weight, wide), targets, len(weight))
+        logits = logits.to(wide)
+        logits[:, len(weight) :] = float("-inf")  # those that the padding of the head adds
+        losses, maps = _losses(logits, targets, len(weight))
         at = _index(targets)
         if torch.compiler.is_compiling():  # one pass with the softmax; after scatter_ another pass would copy from `wide`
             grad = torch.where(torch.arange(maps.shape[-1], device=maps.device) == at, maps - 1, maps).to(rows.dtype)  # (n, V)
@@ -121,25 +115,10 @@ def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
     return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
 
 
-def _logits(rows: Tensor, head: Tensor) -> Tensor:
-    return rows @ head.mT
-
-
-def _widened(logits: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """Logits (n, V) in `wide`; those that the padding of the head adds are -inf."""
-    logits = logits.to(wide)
-    logits[:, len(weight) :] = float("-inf")
-    return logits
-
-
 def _losses(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V). A target of `width` or more fails.
-
-    The log-sum-exp is the largest logit minus the log of the largest probability, which is exact because this probability is
-    at least 1 / V. One softmax pass is cheaper than two passes, log_softmax and its exponential.
-    """
-    maps = logits.softmax(-1)
-    log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,)
+    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V). A target of `width` or more fails."""
+    maps = logits.softmax(-1)  # one pass is cheaper than log_softmax and its exponential
+    log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,); exact, because the largest probability is at least 1 / V
     losses = log_sum - logits[:, :width].gather(-1, _index(targets)).squeeze(-1)
     return losses * (targets != IGNORED), maps
 
@@ -147,9 +126,6 @@ def _losses(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor
 def _index(targets: Tensor) -> Tensor:
     """The targets (n, 1) as an index, in which 0 stands for those that are not scored; other negative ones fail."""
     return targets.masked_fill(targets == IGNORED, 0).unsqueeze(-1)
-
-
-# ---------------------------------------- the kernel for CPUs (loss.cpp)
 
 
 def _missing() -> bool:
@@ -160,10 +136,7 @@ _missing._dynamo_marked_constant = True  # for torch.compile, as in attention/ke
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of logits (n, V), of which the first `width` count, and the gradient (n, V) of their sum.
-
-    Targets that are not scored have the loss 0 and the gradient 0. One pass over each row, in place of torch's six.
-    """
+    """Losses (n,) of logits (n, V), of which the first `width` count, and the gradient (n, V) of their sum."""
     if (outside := targets[(targets != IGNORED) & ((targets < 0) | (targets >= width))]).numel():
         raise IndexError(f"target {outside[0]} is out of bounds for {width} logits")
     logits, targets = logits.contiguous(), targets.contiguous()

@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, as torch operators: compiled at their first use, and kept in the user's cache folder."""
+"""C++ kernels for CPUs as torch operators, compiled at first use and kept in the user's cache folder; first derivatives."""
 
 import ctypes
 import hashlib
@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 SHARED = Path(__file__).with_suffix(".h")
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
@@ -89,3 +90,31 @@ def operator(name: str, signature: str, run: Callable, empty: Callable, on: str 
     torch.library.register_fake(name, empty)
     namespace, _, short = name.partition("::")
     return getattr(getattr(torch.ops, namespace), short).default
+
+
+def once(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The `gradients` that a custom backward returns, from `inputs`; ValueError where they are differentiated again.
+
+    Autograd would silently take them for constants.
+    """
+    # An ordinary backward pass runs without grad mode, and a compiled graph refuses second derivatives by itself.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return gradients
+    return _Once.apply(len(inputs), *inputs, *gradients)
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[inputs:])
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> None:  # noqa: ANN001
+        fix = "use model.backend=math (in Python: backend='math') and, for the loss, F.cross_entropy of model(tokens)"
+        raise ValueError(f"this gradient cannot be differentiated again: {fix}")

@@ -1,4 +1,4 @@
-"""Ranges of numbers: a field's type names an interval, as in Annotated[int, "[1, inf)"]; a round bracket excludes the end.
+"""What a field may be: Annotated[int, "[1, inf)"] names an interval (a round bracket excludes the end), or a tuple of choices.
 
 configs/__init__.py runs this file alone, so it imports only the standard library.
 """
@@ -11,26 +11,30 @@ from typing import Any, get_type_hints
 
 def check_ranges(options: Any, key: str = "") -> None:
     """ValueError for a number outside of its field's interval (also in a list or dictionary), a float that is not finite, an
-    empty text if the default is not empty, and an attribute that is not a field, in `options` or a dataclass inside it.
+    unknown choice (but a factory), an empty text if the default is not empty, and an attribute that is not a field.
     """
-    intervals = _intervals(type(options))
-    if unknown := sorted(vars(options).keys() - intervals.keys()):
+    rules = _rules(type(options))
+    if unknown := sorted(vars(options).keys() - rules.keys()):
         raise ValueError(f"there is no configuration key '{f'{key}.{unknown[0]}'.lstrip('.')}': leave it out")
     for field in fields(options):
-        name, value = f"{key}.{field.name}".lstrip("."), getattr(options, field.name)
+        name, value, rule = f"{key}.{field.name}".lstrip("."), getattr(options, field.name), rules[field.name]
         if is_dataclass(value):
             check_ranges(value, name)
         elif value == "" and field.default != "":
             raise ValueError(f"{name}= is empty: give it a value, or leave it out")
+        elif isinstance(rule, tuple):
+            if value not in rule and not callable(value):
+                raise ValueError(f"{name}={value} is unknown: use one of {', '.join(rule)}")
+            continue
         for member in _members(value):
-            interval = intervals[field.name] or (isinstance(member, float) and "(-inf, inf)")
+            interval = rule or (isinstance(member, float) and "(-inf, inf)")
             if interval and not (isinstance(member, int | float) and _holds(interval, member)):
                 raise ValueError(f"{name}={value!r} is out of range: use a number in {interval}")
 
 
 @cache
-def _intervals(kind: type) -> dict[str, str | None]:
-    """Field name -> the interval that the field's type names, or None."""
+def _rules(kind: type) -> dict[str, str | tuple[str, ...] | None]:
+    """Field name -> the interval or the choices that the field's type names, or None."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
 

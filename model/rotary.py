@@ -11,36 +11,29 @@ from . import native
 
 
 class Rope(NamedTuple):
-    """The rotations of T positions.
-
-    interleaved False is the half-split layout of GPT-NeoX and Llama: dimension i turns with dimension i + d/2.
-    True is the layout of the paper and GPT-J: dimension 2i turns with 2i + 1.
-    """
+    """The rotations of T positions."""
 
     cos: Tensor  # (T, d/2)
     sin: Tensor  # (T, d/2)
-    interleaved: bool = False
+    interleaved: bool = False  # False (GPT-NeoX, Llama): dimension i turns with i + d/2; True (paper, GPT-J): 2i with 2i + 1
 
 
 @dataclass
 class RopeScaling:
     """Slower rotations, with which models go beyond the context that they were first trained on.
 
-    linear: all frequencies are divided by factor (Chen et al., arXiv 2306.15595). llama3: frequencies with fewer than
-    low_freq_factor turns in original_context tokens are divided by factor; frequencies with more than high_freq_factor turns
-    stay; between them the multiplier (1 / factor to 1) is interpolated (Llama 3.1, arXiv 2407.21783).
+    linear: all frequencies are divided by factor (Chen et al., arXiv 2306.15595). llama3: those between low_freq_factor and
+    high_freq_factor turns are interpolated between frequency / factor and frequency (Llama 3.1, arXiv 2407.21783).
     """
 
-    kind: str = "none"  # none | linear | llama3
+    kind: Annotated[str, ("none", "linear", "llama3")] = "none"  # of scaling
     factor: Annotated[float, "(0, inf)"] = 8.0  # divisor of the frequencies
     low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # llama3: divide frequencies of fewer turns in original_context
     high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # llama3: keep frequencies of more turns in original_context
     original_context: Annotated[int, "[1, inf)"] = 8192  # llama3: context of the first training, in tokens
 
     def check(self) -> None:
-        """ValueError for an unknown kind, and for numbers that exclude each other."""
-        if self.kind not in ("none", "linear", "llama3"):
-            raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
+        """ValueError for numbers that exclude each other."""
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(f"{self} is no scaling: use a high_freq_factor above low_freq_factor")
 
@@ -59,10 +52,7 @@ def rope_table(
     length: int, width: int, theta: float, device: torch.device | None = None, offset: int = 0,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cos and sin of position * theta^(-2i/d), positions offset..offset+length-1: (length, width/2) each, float32 (eq. 15).
-
-    scaling: of the frequencies theta^(-2i/d).
-    """
+    """cos and sin of position * theta^(-2i/d), positions offset..offset+length-1: (length, width/2) each, float32 (eq. 15)."""
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)  # (d/2,)
     frequency = scaling.applied(frequency) if scaling else frequency
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -88,14 +78,10 @@ TABLE = native.operator(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; rope=None returns x unchanged.
-
-    Under autocast x arrives in bfloat16 and is rotated in bfloat16. Float32 would be more exact, but would change the results
-    of published bfloat16 runs.
-    """
+    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; rope=None returns x unchanged."""
     if rope is None:
         return x
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # float32 would change published bfloat16 runs
     dtype = x.dtype if autocast else torch.promote_types(x.dtype, torch.float32)
     cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
     if x.is_cuda:  # in the order of memory, (B, T, H, d), in which attention's kernels then leave their output, too

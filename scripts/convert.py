@@ -39,7 +39,7 @@ from model.attention import VARIANTS
 from model.conversion import Conversion, change, convert
 from model.decoder import Decoder
 from model.interop.axolotl import Settings, read_settings, written_settings
-from model.interop.folder import local_folder
+from model.interop.format import local_folder
 from model.interop.huggingface import read_folder
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
@@ -207,7 +207,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
         values[f"optim.{rate}"] = float(f"{LOWER * config['optim'][rate]:g}")
-    if how.second_maps_learn_later:
+    if how.to == "diff" and how.init == "zero":  # at lambda 0 second maps have no effect
         values["model.diff.lambda_warmup"] = WARMUP
     return overrides_of(values | more)
 

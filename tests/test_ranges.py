@@ -28,6 +28,7 @@ class Outer:
     seeds: Annotated[dict[str, int], "[1, inf)"] = field(default_factory=dict)
     folder: str = "runs"
     mark: str = ""
+    kind: Annotated[str, ("one", "two")] = "one"
     inner: Inner = field(default_factory=Inner)
 
 
@@ -38,6 +39,7 @@ def test_what_no_field_can_mean_is_refused_and_what_lies_in_range_passes() -> No
         (Outer(steps=[[0], [9, 10]]), r"steps=.* is out of range: use a number in \[0, 9\]"),
         (Outer(seeds={"a": 1, "b": 0}), "seeds=.* is out of range"),
         (Outer(folder=""), "folder= is empty"),
+        (Outer(kind="three"), "kind=three is unknown: use one of one, two"),
         (Outer(inner=Inner(share=float("nan"))), r"inner.share=nan is out of range: use a number in \(0, 1\)"),
         (Outer(inner=Inner(plain=float("inf"))), r"inner.plain=inf is out of range: use a number in \(-inf, inf\)"),
     ):

@@ -2,24 +2,19 @@
 
 Operations: `attend` (softmax attention), `attend_diff` (the difference of two maps), `attend_union` (one softmax over several
 key sets), `attend_map` (a map that a variant makes from the scores itself). Shapes: q (B, H, T, d), k (B, Hkv, S, d),
-v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
+v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends (auto: what `choose` picks; docs/METHODS.md):
 
 - math: the N x N formulas of reference.py, for any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention (SDPA) by one of the next three routes, chosen by device and widths.
 - one_call: both maps of a difference as 2h heads of one SDPA call; all widths are zero-padded to the widest.
 - two_calls: one SDPA call for each map, without padding; one call for both where they share their keys (V2).
-- four_calls: one SDPA call for each map and each half of the values, as in the differential paper's flash code, for a kernel
-  that takes one width only (microsoft/unilm, Diff-Transformer). Of one map, the routes make one call or one for each half.
-- cpu: our C++ kernel on CPUs (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in
-  float16; SDPA computes all other calls.
-- flex: torch's FlexAttention, which skips blocks that windows and documents hide (flex.py). On CUDA; on a CPU without
-  gradients.
-- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA; sdpa computes everything else.
-- auto: the backend that `choose` picks for the device, the widths and the mask.
+- four_calls: one SDPA call for each map and each half of the values, as in the differential paper's flash code.
+- cpu: our C++ kernel (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in float16.
+- flex: torch's FlexAttention (flex.py). On CUDA; on a CPU without gradients.
+- fused: our Triton kernel for `attend_diff` (kernels/diff.py). On CUDA.
 
-flex and fused refuse masks with `see`, `bias` or slopes. `attend_map` runs the formulas: whole with math, over ROWS queries at
-a time with every other backend. For one query (decoding), every other backend, but fused for differences, reads the keys in
-place by SDPA (on a CPU: V1 by a few matrix products), unless the mask has `see`, `bias` or slopes.
+sdpa computes what cpu and fused cannot. flex and fused refuse masks with `see`, `bias` or slopes. `attend_map` runs the
+formulas. For one query (decoding), all but math, and fused for differences, read the keys in place by SDPA.
 """
 
 import torch
@@ -42,10 +37,9 @@ NEW_CUDNN = 91501  # 9.15.1
 def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
     """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
 
-    All kernels are exact, and the choice follows their known limits. The cuDNN kernel, which torch tries first on 9.x and 10.x
-    if cuDNN is newer than 9.15.0 (PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), takes dv != d up to a width
-    of 128 if both are multiples of 8; flash attention needs dv = d and pads both to a multiple of 8 itself; a dense mask costs
-    T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention. Timed in docs/results/gpu.
+    The cuDNN kernel, which torch tries first on 9.x and 10.x if cuDNN is newer than 9.15.0 (PyTorch's sdp_utils.cpp), takes
+    dv != d up to a width of 128 if both are multiples of 8; flash attention needs dv = d; a dense mask costs T x S memory and
+    skips no blocks, so windows, documents and padding go to FlexAttention. Timed in docs/results/gpu.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
@@ -60,7 +54,6 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
 
 
 def old_cudnn() -> bool:
-    """Whether this machine's cuDNN is one whose attention torch does not try first; a constant for torch.compile."""
     return (torch.backends.cudnn.version() or NEW_CUDNN) < NEW_CUDNN
 
 
@@ -114,8 +107,7 @@ def attend_diff(
     """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
 
     q (B, h, 2, T, d); k (B, hkv, 2, S, d), or (B, hkv, 1, S, d) where both maps share their keys; v (B, hkv, S, dv);
-    lam broadcasts to (B, h, T, 1). dropout: of each map, independently. Returns (B, h, T, dv). Differential Transformer,
-    arXiv 2410.05258, equation 1.
+    lam broadcasts to (B, h, T, 1). Returns (B, h, T, dv). Differential Transformer, arXiv 2410.05258, equation 1.
     """
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
@@ -169,10 +161,9 @@ def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> t
 def attend_union(
     q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask, backend: str = "auto", dropout: float = 0.0
 ) -> Tensor:
-    """One softmax over the union of several key sets, each at positions 0..S-1: (B, H, T, dv).
+    """One softmax over the union of several key sets, each at positions 0..S-1 under one mask: (B, H, T, dv).
 
-    keys[j] (B, Hkv, S, d) and values[j] (B, Hkv, S, dv) all have the same shape; query t sees position s of every set by
-    the same mask. A probe sees the mass summed over the sets.
+    keys[j] (B, Hkv, S, d) and values[j] (B, Hkv, S, dv). A probe sees the mass summed over the sets.
     """
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     mask.check(q, keys[0])
@@ -208,8 +199,7 @@ def attend_map(
     """A v, whose weights A = normalize(q k' / sqrt(d) + bias, see) are those of `Attention.normalize`: (B, h, T, dv).
 
     q (B, h, T, d) and k (B, hkv, S, d), or q (B, h, m, T, d) and k (B, hkv, m, S, d) where `normalize` combines m maps per
-    head. The backward pass computes the weights of ROWS queries again, so memory grows as ROWS x S; with backend=math, all
-    rows are computed at once, which maps need whose rows depend on each other.
+    head. With backend=math all rows are computed at once; else ROWS at a time, and again in the backward pass.
     """
     h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
     mask.check(q, k)

@@ -40,18 +40,15 @@ class AttentionConfig:
     norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added under the square root of every norm
     attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the attention weights
     projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability after the attention's output projection
-    position: str = "rope"  # rope | alibi | learned (position embeddings that the decoder adds to the tokens') | none
+    position: Annotated[str, ("rope", "alibi", "learned", "none")] = "rope"  # learned: the decoder adds them to the tokens'
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
-    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
-    backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused: see backends.py
+    rope_layout: Annotated[str, ("half", "interleaved")] = "half"  # Llama, GPT-NeoX; or GPT-J, the published differential code
+    backend: Annotated[str, BACKENDS] = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused
 
     def filled(self) -> Self:
         """A checked copy with the heads and biases filled in. ValueError names the option that corrects the error."""
         check_ranges(self)
-        check_choice("backend", self.backend, BACKENDS)
-        check_choice("position", self.position, ("rope", "alibi", "learned", "none"))
-        check_choice("rope_layout", self.rope_layout, ("half", "interleaved"))
         self.rope_scaling.check()
         if self.head_dim is None:
             check_divisor("n_head", self.n_head, "d_model", self.d_model)
@@ -80,15 +77,12 @@ class Attention(nn.Module):
     """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
     `DiffAttention(d_model=512, n_head=16, layer=3)` builds one module: keywords set fields of AttentionConfig and of the
-    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override, with the variant's options in the field
-    called like the variant (cfg.diff). layer: from 0. seed: of the initial weights; if it is None or the device is meta, the
-    caller sets the weights (`to_empty`, then `reset_parameters`).
+    variant's `Options`. A decoder passes `cfg` instead, with the variant's options in the field called like the variant
+    (cfg.diff). layer: from 0. With seed=None, or on the device meta, the caller sets the weights (`reset_parameters`).
     """
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's options
-    # option -> allowed values. An option whose name ends in norm also takes a callable: width -> module.
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     per_head: ClassVar[dict[str, float]] = {}  # name of a learned number per head -> its first value
     undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
@@ -110,10 +104,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         cfg, self.options = self._settings(cfg, keywords)
-        for option, allowed in self.choices.items():
-            value = getattr(self.options, option)
-            if not (callable(value) and option.endswith("norm")):
-                check_choice(option, value, allowed)
         self.shape = self.head_shape(cfg)
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
@@ -150,7 +140,6 @@ class Attention(nn.Module):
         return replace(cfg, **{key: keywords[key] for key in keywords.keys() - special}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the initial weights of `seed`, and all other state."""
         initialize(self, seed)
 
     # ---------------------------------------- what it is made of
@@ -193,11 +182,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention of x (B, T, D) to itself, or to `context`; returns (B, T, D).
 
-        rope: rotations of the T positions; with None the module computes them, and positions continue after the cached ones.
-        mask: a Mask, or a tensor that broadcasts to (B, H, T, S): bool, True where a key is visible, or numbers to add to the
-        scores; with None the mask is causal, and with a context there is no mask. cache: keys and values of earlier tokens; x
-        then holds the last T of S positions. carry: tensors that earlier layers of this pass hand on. context (B, S, D): cross
-        attention: keys and values come from it instead of x, at positions from 0 on. A probe cannot read cross attention.
+        rope: rotations of the T positions; with None the module computes them. mask: a Mask, or a tensor that broadcasts to
+        (B, H, T, S): bool, True where a key is visible, or numbers to add to the scores; with None the mask is causal, and with
+        a context there is no mask. cache: keys and values of earlier tokens; x then holds the last T of S positions. carry:
+        tensors that earlier layers of this pass hand on. context (B, S, D): cross attention, keys at positions from 0 on.
         """
         if x.dim() != 3:
             raise ValueError(f"the input is {tuple(x.shape)}, not (B, T, D): give x[None] for a single sequence")
@@ -218,8 +206,7 @@ class Attention(nn.Module):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        """One entry for each softmax of a head: its number of key sets."""
-        return (1,)
+        return (1,)  # of each softmax of a head, its number of key sets
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
         """Merged heads (B, T, h value_width), before the output projection; queries from x, keys and values from `source`."""
@@ -254,8 +241,7 @@ class Attention(nn.Module):
         """A map's weights (B, h, T, S) from its scores q k' / sqrt(d) + bias, of the same shape, in float32 or better.
 
         scores: -inf where a query does not see a key, but in rows that see none, which become zero afterwards. T may be any
-        part of the queries, but where the variant sets `whole`. A variant that combines m maps per head calls `attend_map`
-        with q (B, h, m, T, d): scores are then (B, h, m, T, S).
+        part of the queries, but where the variant sets `whole`. Of m maps per head, scores are (B, h, m, T, S).
         """
         return softmax(scores, see)
 

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -8,14 +9,10 @@ from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_qk_norm, s
 
 @dataclass
 class BaselineConfig:
-    """Options of `baseline`. In Python, both norms may be a factory: width -> module.
+    """Options of `baseline`. In Python, both norms may be a factory: width -> module."""
 
-    head_norm: as `diff` has one, for which it is a control. qk_norm: an RMSNorm of queries and keys before RoPE, over each
-    head (head; Qwen3) or over all heads together (all; OLMo 2, arXiv 2501.00656, section 3.3).
-    """
-
-    head_norm: str = "none"  # none | affine | plain | layernorm
-    qk_norm: str = "none"  # none | head | all
+    head_norm: Annotated[str, HEAD_NORMS] = "none"  # as `diff` has one, for which it is a control
+    qk_norm: Annotated[str, ("none", "head", "all")] = "none"  # an RMSNorm before RoPE, over each head or over all (OLMo 2)
 
 
 class BaselineAttention(Attention):
@@ -23,7 +20,6 @@ class BaselineAttention(Attention):
 
     name = "baseline"
     Options = BaselineConfig
-    choices = {"head_norm": HEAD_NORMS, "qk_norm": ("none", "head", "all")}
     colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

@@ -13,17 +13,13 @@ from .mask import Mask
 
 @dataclass
 class DiffConfig:
-    """Options of `diff`; the defaults are the paper's.
+    """Options of `diff`; the defaults are the paper's."""
 
-    head_norm: an RMSNorm over each head's output, with a weight (affine) or without (plain), a layernorm, or none; in Python
-    also a factory, head_norm=lambda width: module.
-    """
-
-    heads: str = "half"  # half (n_head / 2 heads, values twice as wide) | double (n_head heads, twice the queries and keys)
-    lambda_form: str = "vectors"  # vectors | dual_scalar (timm's exp(a) - exp(b) + lambda_init) | fixed (lambda_init itself)
+    heads: Annotated[str, ("half", "double")] = "half"  # n_head / 2, values twice as wide; or n_head, twice the q and k
+    lambda_form: Annotated[str, ("vectors", "dual_scalar", "fixed")] = "vectors"  # timm's exp(a) - exp(b) + lambda_init
     lambda_init: float | None = None  # one constant for all layers; None: the paper's schedule over depth
     lambda_warmup: Annotated[int, "[0, inf)"] = 0  # steps over which lambda grows from 0 to its value
-    head_norm: str = "affine"  # affine | plain | layernorm | none
+    head_norm: Annotated[str, HEAD_NORMS] = "affine"  # affine, plain: RMSNorms; in Python also a factory, width -> module
     qk_norm: bool = False  # an RMSNorm over each head's queries and keys
     scale_norm: bool = False  # an RMSNorm over the merged heads
     head_scale: float | None = None  # constant factor behind the norm of the heads; None: the paper's 1 - lambda_init
@@ -49,7 +45,6 @@ def paired_heads(cfg: AttentionConfig, pairs: int = 2) -> Heads:
 class DiffAttention(Attention):
     """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V, then a norm per head (arXiv 2410.05258, eq. 1-3).
 
-    h = n_head / 2 heads (heads=half): each has two queries and keys of the baseline's width d, and one value of width 2d.
     Query rows of component c of head i are those of baseline head 2i + c; grouped keys are paired first, then repeated. lam
     is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; normed heads are scaled by 1 - lambda_init.
     """
@@ -57,7 +52,6 @@ class DiffAttention(Attention):
     name = "diff"
     row_sums, signed = "positive", True
     Options = DiffConfig
-    choices = {"heads": ("half", "double"), "lambda_form": ("vectors", "dual_scalar", "fixed"), "head_norm": HEAD_NORMS}
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
 

@@ -12,9 +12,7 @@ from .mask import Mask
 class DiffV2Config:
     """Options of `diff_v2`."""
 
-    lambda_bias: float | None = (
-        None  # first value of a bias of lambda's logits: -4 subtracts little; None, as published: no bias
-    )
+    lambda_bias: float | None = None  # start of a bias of lambda's logits: -4 subtracts little; None, as published: no bias
 
 
 class DiffV2Attention(Attention):

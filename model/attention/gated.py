@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor, nn
 
@@ -10,8 +11,8 @@ from .mask import Mask
 class GatedConfig:
     """Options of `gated`."""
 
-    gate: str = "headwise"  # headwise | elementwise: one gate per head, or per element of each head's output
-    qk_norm: str = "none"  # none | head: an RMSNorm over each head's queries and keys before RoPE (Qwen3-Next), or a factory
+    gate: Annotated[str, ("headwise", "elementwise")] = "headwise"  # one gate per head, or per element of its output
+    qk_norm: Annotated[str, ("none", "head")] = "none"  # an RMSNorm over each head before RoPE (Qwen3-Next), or a factory
 
 
 class GatedAttention(Attention):
@@ -19,7 +20,6 @@ class GatedAttention(Attention):
 
     name = "gated"
     Options = GatedConfig
-    choices = {"gate": ("headwise", "elementwise"), "qk_norm": ("none", "head")}
     undecayed = ("gate_logits",)
     colours = {"gated": "#E69F00"}
 

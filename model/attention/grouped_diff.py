@@ -14,7 +14,7 @@ from .mask import Mask
 class GroupedDiffConfig(DiffConfig):
     """Options of `grouped_diff`: those of `diff`, whose heads are always double, and the ratio of signal to noise heads."""
 
-    heads: str = "double"
+    heads: Annotated[str, ("double",)] = "double"
     ratio: Annotated[int, "[1, inf)"] = 2  # signal heads per noise head
 
 
@@ -23,7 +23,6 @@ class GroupedDiffAttention(DiffAttention):
 
     name = "grouped_diff"
     Options = GroupedDiffConfig
-    choices = {**DiffAttention.choices, "heads": ("double",)}
     colours = {"grouped_diff": "#CC6677"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:

@@ -19,8 +19,7 @@ class IntegralConfig:
 class IntegralAttention(Attention):
     """softmax(1/S sum_s Q_s K_s' / sqrt d) V (Kobyzev et al., Integral Transformer, arXiv 2508.18387).
 
-    n_head / S heads, each with S signals of the baseline's width d and values of width S d. The averaged logits are one
-    product of the concatenated signals, times 1 / (S sqrt d).
+    n_head / S heads; the averaged logits are one product of the concatenated signals, times 1 / (S sqrt d).
     """
 
     name = "integral"

@@ -17,43 +17,30 @@ from .mask import Mask
 
 @dataclass
 class IntrospectiveConfig:
-    """Options of `introspective`: several attention paths per layer, of which path i reads the earlier paths (docs/METHODS.md).
+    """Options of `introspective`: several attention paths per layer, of which each reads those before (docs/METHODS.md)."""
 
-    The value width is d_model / heads, so that the output of a path is as wide as the layer's input X and can be added to it.
-    repeated: whether path i of the sequence mode reads all that each earlier path has read, so that path j < i counts
-    2^(i-1-j) times (the published naive and flash 1 code), or reads each path once (flash 2).
-    """
-
-    mode: str = "feature"  # feature (earlier paths add to keys and values of the same token) | sequence (their keys are read)
+    mode: Annotated[str, ("feature", "sequence")] = "feature"  # earlier paths add to keys and values, or their keys are read
     paths: Annotated[int, "[1, 100]"] = 3  # number of paths
     heads: Annotated[int | None, "[0, inf)"] = None  # heads per path; None: n_head / 2; 0: n_head, as in the published code
-    memory: str = "ka"  # ka | kv | kva: what the feature mode reads of an earlier path, its keys, values and output (a)
+    memory: Annotated[str, ("ka", "kv", "kva")] = "ka"  # what the feature mode reads: keys, values and output (a)
     own_path: bool = True  # whether path i > 0 has keys, too (published code), or earlier paths' only (the text)
-    repeated: bool = False
-    path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input: see `IntrospectiveAttention.weights`
-    path_norm: str = "rmsnorm"  # rmsnorm | layernorm: over each path's output and over their sum
+    repeated: bool = False  # whether path j < i counts 2^(i-1-j) times (sequence mode; the published naive and flash 1 code)
+    path_weight: Annotated[str, ("affine", "literal", "sigmoid", "softmax_input")] = "affine"  # see `weights`
+    path_norm: Annotated[str, ("rmsnorm", "layernorm")] = "rmsnorm"  # over each path's output and over their sum
     alpha: bool = True  # whether alpha X, alpha a learned scalar, is added to the sum of the paths
 
 
 class IntrospectiveAttention(Attention):
     """W_o RMSNorm(sum_i lambda_i A_i + alpha X), A_i = RMSNorm(merged heads of path i), X the sub-layer's input.
 
-    feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
-    V_i + M_i W_i, the projections U, W being per key/value head and zero at the start (so training begins with
-    independent paths), RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax
-    over the keys of all paths j <= i at all positions s <= t, each set from position 0 on. Source: the formula of
-    cognitivecomputations/introspective-attention.
+    feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values V_i + M_i W_i,
+    RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax over the keys of all paths
+    j <= i at all positions s <= t. Source: the formula of cognitivecomputations/introspective-attention.
     """
 
     name = "introspective"
     joins_calls = True
     Options = IntrospectiveConfig
-    choices = {
-        "mode": ("feature", "sequence"),
-        "memory": ("ka", "kv", "kva"),
-        "path_weight": ("affine", "literal", "sigmoid", "softmax_input"),
-        "path_norm": ("rmsnorm", "layernorm"),
-    }
     undecayed = ("path_logits",)
     colours = {"introspective": "#009E73", "introspective_sequence": "#56B4E9"}
 
@@ -65,7 +52,7 @@ class IntrospectiveAttention(Attention):
         if cfg.d_model % heads or heads % group or heads % kv_heads:
             wrong = f"heads={heads} of each path is no multiple of {group} that divides d_model={cfg.d_model}"
             raise ValueError(f"{wrong}: use such a number, or n_kv_head=1")
-        return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)
+        return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)  # a path's output is as wide as X, which is added
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         opt, D = self.options, cfg.d_model
@@ -194,7 +181,6 @@ class IntrospectiveAttention(Attention):
 
 
 def _check(opt: IntrospectiveConfig) -> None:
-    """ValueError for options that exclude each other."""
     if opt.path_weight == "affine" and opt.paths == 1:
         raise ValueError("LayerNorm over a single path weight is always zero: use path_weight=sigmoid or more paths")
     if opt.path_weight == "literal" and opt.paths < 3:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 
 class Maps:
-    """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
+    """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32, of all its calls.
 
-    If a layer calls attention several times (introspective paths), the heads of all calls are joined in order. `pairs[i]`:
-    the two maps of a differential layer, (first, second), with apart=True; None without it and for all other layers.
+    `pairs[i]`: the two maps of a differential layer, (first, second), with apart=True; None without it, and of other layers.
     """
 
     def __init__(self, rows: Tensor, apart: bool) -> None:
@@ -85,9 +84,8 @@ def visit_logits(model: nn.Module, visit: Callable[[int, Tensor, Tensor], Tensor
     """`with visit_logits(model, visit): model(tokens)` calls `visit(layer, logits, see)` before every softmax.
 
     logits: q.k / sqrt(d) plus the mask's bias, of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
-    differential head; several key sets are concatenated in S. float32 or better, before hidden keys are masked. see: bool,
-    True where the query sees the key. A tensor that `visit` returns replaces the logits. All attention runs as the N x N
-    formulas, whatever its backend. Uncompiled models only; not inside a probe.
+    differential head, before hidden keys are masked. see: True where the query sees the key. A tensor that `visit` returns
+    replaces the logits. All attention runs as the N x N formulas. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
     layer = 0

@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..first_derivative import once
+from ..native import once
 from .mask import EVERYTHING, Mask
 
-# SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
-# (docs/LOG.md).
-SHORT = 512
+SHORT = 512  # keys up to which a CPU's float32 flash kernel, with the conversion, is faster than its bfloat16 kernel
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
@@ -35,10 +33,7 @@ def sdpa(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's fused kernel; `shown`, what is seen and its bias, replaces the mask's `dense` form, `scale` 1 / sqrt(d).
-
-    CPU: all widths are zero-padded to the widest. CUDA: the flash and cuDNN kernels share keys inside the kernel.
-    """
+    """torch's fused kernel; `shown`, what is seen and its bias, replaces the mask's `dense` form, `scale` 1 / sqrt(d)."""
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         if q.dtype == torch.bfloat16 and S <= SHORT:
@@ -116,10 +111,7 @@ def in_line(x: Tensor) -> Tensor:
 
 
 class Union(torch.autograd.Function):
-    """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
-
-    The probabilities of set j are exp(q k_j' - lse), so its flash backward, given the merged output and lse, is exact.
-    """
+    """Causal attention over several key sets as a log-sum-exp merge of one flash call per set, with exact gradients."""
 
     generate_vmap_rule = True
 
@@ -143,6 +135,7 @@ class Union(torch.autograd.Function):
         grad = in_line(grad)
         q, *sets, out, lse = ctx.saved_tensors
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
+        # The probabilities of set j are exp(q k_j' - lse), so its backward takes the merged output and lse.
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
         return None, *once((grad, q, *sets), (sum(dq), *dk, *dv))

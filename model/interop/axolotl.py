@@ -1,7 +1,7 @@
 """axolotl's plugin for differential attention (axolotl-ai-cloud/diff-transformer, 20acfc9): its config.yml, and its models.
 
-A model is a Llama whose attention has two maps per head: map c of head i is query head i + c h (ours: 2i + c), and with
-split_heads the values lie in two halves likewise. lambda_init is stored, and nothing is scaled by 1 - lambda_init.
+A model is a DiffLlama whose values lie in two halves with split_heads only. lambda_init is stored, and nothing is scaled by
+1 - lambda_init.
 """
 
 from dataclasses import replace
@@ -15,10 +15,8 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .diffllama import DiffLlama, new_vectors
-from .folder import Weights
-from .llama import Llama
-from .rows import change_rows, heads_in_halves, keep_lambda
+from .format import Weights, change_rows, heads_in_halves, keep_lambda
+from .llama import DiffLlama, Llama, new_vectors
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults
@@ -47,10 +45,9 @@ class Settings(NamedTuple):
 
 
 def read_settings(config: Any) -> Settings:
-    """The settings of a parsed config.yml. The flags of axolotl's command line are read as keys of the file.
+    """The settings of a parsed config.yml, with the flags of axolotl's command line as keys.
 
-    Without a flag: init=open second=random, axolotl's default. diff_attention: true says that the base model is converted
-    already: to=same. ValueError: no base_model, a value of the wrong type, flags that axolotl refuses together.
+    ValueError: no base_model, a value of the wrong type, flags that axolotl refuses together.
     """
     if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
         raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")

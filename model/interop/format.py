@@ -1,17 +1,128 @@
-"""A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
+"""A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read.
 
+And what every format needs: a model folder's place, its config.json, its safetensors, and rows in another order.
+"""
+
+import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..attention import VARIANTS
 from ..config import DecoderConfig
 from ..decoder import Decoder, layer_letter
-from .folder import SAVE_AGAIN, Weights, number
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+HUB_FILES = ["*.json", "model*.safetensors"]  # nothing pickled, no code
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+SAVE_AGAIN = "load it with transformers and save it again with save_pretrained(FOLDER)"
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder `name`, or a download of the model of that name on the Hugging Face hub. ValueError if there is neither."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists() or not HUB_NAME.fullmatch(str(name)):
+        raise ValueError(f"{name} is not a folder: give a folder with config.json and model.safetensors, or a name of the hub")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
+    except Exception as error:  # the errors of the hub and of the http library have no common class
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"there is no folder {name}, nor did the hub give it ({reason}): correct the name") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of the folder's config.json. ValueError if it is missing or damaged."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} has no config.json: give what save_pretrained wrote")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not JSON, or not a JSON object: {SAVE_AGAIN}")
+    return config
+
+
+def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], whole: bool = False) -> Any:
+    """The number that config.json has for `key`, or else its default. ValueError if there is neither, or it must be whole."""
+    value = config.get(key)
+    if value is None and key in defaults:
+        return defaults[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300 or (whole and value % 1):
+        kind = "a whole number" if whole else "a finite number"
+        raise ValueError(f"config.json says {key}={value}, not {kind}: copy the model's config.json into the folder")
+    return int(value) if whole else value
+
+
+def allow_only(config: dict[str, Any], **allowed: tuple) -> None:
+    """ValueError where config.json has one of these keys with a value that our decoder cannot compute."""
+    for key, values in allowed.items():
+        if key in config and config[key] not in values:
+            known = " or ".join(map(str, values))
+            raise ValueError(f"config.json says {key}={config[key]}, but our decoder has only {known}: use another model")
+
+
+class Weights:
+    """The tensors of a folder as float32, each to be taken once. ValueError: missing, pickled or damaged files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tensors = path, {}
+        for file in _weight_files(path):
+            try:
+                tensors = load_file(file)
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
+            # torch.compile puts _orig_mod before the names of what it compiles.
+            self.tensors |= {name.replace("_orig_mod.", ""): tensor.float() for name, tensor in tensors.items()}
+        for name, tensor in self.tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path} holds NaN or infinity in the tensor {name}: use another model")
+
+    def take(self, name: str) -> Tensor:
+        """Remove the tensor `name` and return it. ValueError if the folder lacks it."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
+        return self.tensors.pop(name)
+
+    def drop_copies(self, embedding: Tensor) -> None:
+        """Remove output heads beside a tied embedding. ValueError for one that is not the embedding."""
+        for name in self.tensors.keys() & {"lm_head.weight", "decoder.head.weight"}:
+            if not self.tensors.pop(name).equal(embedding):
+                wrong = f"{self.path} holds {name}, which differs from the embedding, but its config.json ties the two"
+                raise ValueError(f'{wrong}: write "tie_word_embeddings": false into config.json')
+
+    def refuse_leftovers(self) -> None:
+        """ValueError if a tensor was not taken."""
+        if self.tensors:
+            wrong = f"{len(self.tensors)} tensors that its config.json does not ask for ({min(self.tensors)}, ..)"
+            raise ValueError(f"{self.path} holds {wrong}: {SAVE_AGAIN}")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS).is_file():  # beside an index that a save in parts left, transformers reads this file, too
+        return [path / WEIGHTS]
+    if not (path / INDEX).is_file():
+        pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
+        wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
+        raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
+    try:
+        names = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return [path / Path(name).name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
 
 
 class Format:
@@ -146,3 +257,47 @@ def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
 
 def _zeros(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def change_rows(state: dict[str, Tensor], parts: Collection[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change in `state` the rows of weights and biases of the modules named in `parts`."""
+    for name in state:
+        if name.endswith((".weight", ".bias")) and name.split(".")[-2] in parts:
+            state[name] = change(state[name])
+
+
+def heads_in_pairs(rows: Tensor, width: int) -> Tensor:
+    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two heads of a pair become neighbours."""
+    return rows.unflatten(0, (2, -1, width)).transpose(0, 1).flatten(0, 2)
+
+
+def heads_in_halves(rows: Tensor, width: int) -> Tensor:
+    """Heads 0, 1, 2, 3, .. in the order 0, 2, .., 1, 3, ..: the inverse of `heads_in_pairs`."""
+    return rows.unflatten(0, (-1, 2, width)).transpose(0, 1).flatten(0, 2)
+
+
+def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
+    """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
+
+    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was.
+    """
+    rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
+
+
+def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
+    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays."""
+    change = state.pop("lambda_init").double().item() - ours  # by which exp(q1.k1) - exp(q2.k2) must grow
+    if not math.isfinite(change):
+        raise ValueError("lambda_init is not finite, so the source's checkpoint is damaged: give an undamaged one")
+    if abs(change) < 1e-7:  # the schedule's value, rounded to float32
+        return
+    # One of the two exponentials can always take up the difference and remain positive.
+    first, second = ((state[f"lambda_q{c}"].double() @ state[f"lambda_k{c}"].double()).exp().item() for c in (1, 2))
+    c, exponential = (1, first + change) if first + change > second - change else (2, second - change)
+    q, k = state[f"lambda_q{c}"].double(), state[f"lambda_k{c}"].double()
+    if not k.any():
+        k[0] = 1.0
+    q = q + (math.log(exponential) - q @ k) * k / (k @ k)  # the nearest q with this q.k
+    dtype = torch.promote_types(state[f"lambda_q{c}"].dtype, torch.float32)
+    state |= {f"lambda_q{c}": q.to(dtype), f"lambda_k{c}": k.to(dtype)}

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
-from .folder import Weights, allow_only
-from .format import Format
+from .format import Format, Weights, allow_only
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 

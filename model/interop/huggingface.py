@@ -12,12 +12,9 @@ from ..attention.base import check_choice
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from .axolotl import Axolotl
-from .diffllama import DiffLlama
-from .folder import Weights, local_folder, read_config
-from .format import Format
+from .format import Format, Weights, local_folder, read_config
 from .gpt2 import GPT2
-from .llama import Llama
-from .relatives import Mistral, Olmo2, Phi3, Qwen2, Qwen3
+from .llama import DiffLlama, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3
 from .remote import Remote, flattened
 
 FORMATS: dict[str, Format] = {
@@ -38,8 +35,7 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    ValueError: no such folder, no weights or pickled ones, another architecture, a function that our decoder lacks, tensors
-    that are not those of the configuration.
+    ValueError: no such folder, or weights and a function that are not those of one of FORMATS.
     """
     path = local_folder(folder)
     config = read_config(path)
@@ -54,9 +50,7 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Export:
     """`model`, on the CPU, in the format `to`. None: a model of transformers that computes the same function, else remote.
 
-    remote: with our modeling code, loaded with trust_remote_code=True, for every variant.
-    axolotl: `diff` stacks, for axolotl with its plugin. eot: the token that begins and ends documents. ValueError: the function
-    has no counterpart in `to`, with the reason.
+    eot: the token that begins and ends documents. ValueError: the function has no counterpart in `to`, with the reason.
     """
     if to is None:
         to = next(name for name, form in FORMATS.items() if form.refusal(model) is None)

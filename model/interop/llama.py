@@ -1,17 +1,19 @@
-"""Llama as transformers has it (modeling_llama.py, 5.23): the baseline with RMSNorm, SwiGLU and RoPE."""
+"""Llama (the baseline with RMSNorm, SwiGLU and RoPE) and its relatives, as transformers 5.23 has them."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..attention.diff import VECTORS, DiffAttention
+from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..rotary import RopeScaling
-from .folder import allow_only, number
-from .format import Format
-from .rows import change_rows, half_from_interleaved
+from .format import Format, allow_only, change_rows, half_from_interleaved, heads_in_halves, heads_in_pairs, number
 
 LLAMA = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
 
@@ -109,3 +111,116 @@ def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
     scaling, kind = asdict(cfg.rope_scaling), cfg.rope_scaling.kind
     keys = {foreign: scaling[ours] for foreign, ours in SCALING_KEYS.get(kind, {}).items()}
     return {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta} | keys
+
+
+class Mistral(Llama):
+    """MistralForCausalLM: Llama without biases, with a window in the first versions."""
+
+    architecture, model_type = "MistralForCausalLM", "mistral"
+    settings = Llama.settings | {"sliding_window": "window"}
+    defaults = Llama.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
+    bias_keys = {}
+    absent = {"sliding_window": 4096}
+
+
+class Qwen2(Llama):
+    """Qwen2ForCausalLM: biases of queries, keys and values alone, and no window, as in all published models."""
+
+    architecture, model_type = "Qwen2ForCausalLM", "qwen2"
+    defaults = Llama.defaults | {"max_position_embeddings": 32768}
+    bias_keys = {}
+    always_biased = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        allow_only(config, use_sliding_window=(False, None))
+        for kind in set(map(str, config.get("layer_types") or ())):
+            allow_only({"layer_types": kind}, layer_types=("full_attention",))
+        return super().our_config(config | {"sliding_window": None})
+
+
+class Qwen3(Qwen2):
+    """Qwen3ForCausalLM: a norm over each head's queries and keys, and biases on all of its projections or on none."""
+
+    architecture, model_type = "Qwen3ForCausalLM", "qwen3"
+    options = Llama.options | {"qk_norm": ("head",)}
+    defaults = Qwen2.defaults | {"head_dim": 128}
+    block_names = Llama.block_names | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    bias_keys = {"attention_bias": (".self_attn.",)}
+    always_biased = ()
+
+
+class Olmo2(Llama):
+    """Olmo2ForCausalLM: the norms follow the sub-layers, and one norm spans the queries (keys) of all heads."""
+
+    architecture, model_type = "Olmo2ForCausalLM", "olmo2"
+    parts = Llama.parts | {"norm_place": ("after",)}
+    options = Llama.options | {"qk_norm": ("all",)}
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
+    block_names = Qwen3.block_names | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+    bias_keys = {"attention_bias": (".self_attn.",)}
+
+
+FUSED = {"attention.q attention.k attention.v": "self_attn.qkv_proj", "mlp.gate mlp.up": "mlp.gate_up_proj"}
+
+
+class Phi3(Mistral):
+    """Phi3ForCausalLM: queries, keys and values are one projection, and so are gate and up; no scaled RoPE."""
+
+    architecture, model_type = "Phi3ForCausalLM", "phi3"
+    defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+    block_names = FUSED | {ours: foreign for ours, foreign in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
+    scalings, absent = ("none",), {}
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        return super().their_config(cfg) | {"original_max_position_embeddings": cfg.context, "pad_token_id": None}
+
+
+class DiffLlama(Llama):
+    """DiffLlamaForCausalLM: our `diff`. Map c of head i is query head i + c h (ours: 2i + c); values lie in halves likewise.
+
+    Its norm per head has no weight, its lambda has the form of vectors and starts at the paper's schedule.
+    """
+
+    architecture, model_type, letter = "DiffLlamaForCausalLM", "diffllama", "d"
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
+    block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS}
+    options = {"head_norm": ("plain", "affine"), "heads": ("half",), "qk_norm": (False,), "scale_norm": (False,)}
+    bias_keys = {"attention_bias": (".self_attn.",)}
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        return super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other value
+
+    def refusal(self, model: Decoder) -> str | None:
+        return Format.refusal(self, model)  # without Llama's: the heads of a DiffLlama need not divide its width
+
+    def halves(self, cfg: DecoderConfig) -> tuple[str, ...]:
+        """The projections whose heads lie in two halves."""
+        return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")
+
+    def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+        change_rows(state, self.halves(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
+        return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
+
+    def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
+        """Our tensors in DiffLlama's order. `out` takes up the weight of our head norm; vectors, any other lambda."""
+        state, width = super().to_theirs(model), model.cfg.head_dim
+        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
+        for layer, block in enumerate(model.blocks):
+            attention, prefix = block.attention, f"blocks.{layer}.attention."
+            factor = attention.head_scale / (1 - scheduled(layer))
+            gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
+            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
+            state |= {prefix + name: vector for name, vector in new_vectors(attention, scheduled(layer)).items()}
+        return state
+
+
+def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
+    """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if those of the attention fit."""
+    finished = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+    if finished and abs(attention.lambda_init - start) < 1e-9:
+        return {}
+    difference = attention.lam().item() - start
+    vectors = {name: torch.zeros(attention.width) for name in VECTORS}
+    vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0
+    vectors["lambda_q1" if difference > 0 else "lambda_q2"][0] = math.log(1 + abs(difference))
+    return vectors

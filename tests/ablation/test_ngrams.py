@@ -57,6 +57,6 @@ def test_it_counts_the_windows_that_a_run_reads(shards: Path, monkeypatch: pytes
     monkeypatch.setattr(ngrams, "kneser_ney", lambda windows, *more: counted.append(windows) or kneser_ney(windows, *more))
     cfg = NgramsConfig(shards=str(shards), orders=[2], context=16, test_tokens=512, seed=3)
     (row,) = rows_of(cfg, [16 * 8])
-    loader = Loader(Windows(open_split(shards, "train"), 16), batch=4, length=16, seed=3)
+    loader = Loader(Windows(open_split(shards, "train"), 16), batch=4, seed=3)
     np.testing.assert_array_equal(counted[0], np.concatenate([loader(0), loader(1)]))
     assert row["tokens"] == 128 and row["cache_hit"] <= row["hit"]

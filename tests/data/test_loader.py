@@ -51,14 +51,14 @@ def test_a_text_too_short_for_one_window_and_batches_that_do_not_divide_are_refu
     with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7[^\n]*$"):
         Windows([Shard(tmp_path / "a.bin")], 8)
     with pytest.raises(ValueError, match="12 samples does not divide over 5 processes"):
-        Loader(windows, 12, LENGTH, 0, world=5)
+        Loader(windows, 12, 0, world=5)
     with pytest.raises(ValueError, match="micro batches of 5: use micro_batch=4"):
-        Loader(windows, 12, LENGTH, 0, micro_batch=5)
+        Loader(windows, 12, 0, micro_batch=5)
 
 
 def test_prefetcher_gives_the_same_batches_in_any_order(windows):
-    plain = Loader(windows, 4, LENGTH, 1, micro_batch=2)
-    ahead = Prefetcher(Loader(windows, 4, LENGTH, 1, micro_batch=2))
+    plain = Loader(windows, 4, 1, micro_batch=2)
+    ahead = Prefetcher(Loader(windows, 4, 1, micro_batch=2))
     for step, micro in [(0, 0), (0, 1), (1, 0), (1, 1), (9, 1), (9, 0), (0, 0)]:
         assert np.array_equal(ahead(step, micro), plain(step, micro))
     ahead.close()

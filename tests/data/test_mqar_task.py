@@ -55,7 +55,7 @@ def test_rows_are_a_pure_function_and_splits_share_none_and_only_answers_are_sco
     assert len(train) == len(val) == len(test) == 100
     assert not train & other and not train & val and not train & test and not val & test
     assert np.array_equal(Mqar(task.cfg, 32).sample(5, 1), task.sample(5, 1))
-    whole, part = Loader(task, 8, 32, 1), Loader(task, 8, 32, 1, rank=1, world=2)
+    whole, part = Loader(task, 8, 1), Loader(task, 8, 1, rank=1, world=2)
     assert np.array_equal(whole(3)[4:], part(3))  # the same rows on any number of processes
     sample = task.draw("train", 3, 7)
     inputs, targets = inputs_and_targets(task.sample(3, 7))

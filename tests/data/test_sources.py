@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data import sources, stdlib
+from data import sources
 from data.config import DataConfig
-from data.sources import open_corpus
-from data.stdlib import clean
+from data.sources import clean, open_corpus
 
 DOCUMENTS = ["one\ntwo\n", "naïve 你好", "three " * 50]
 
@@ -41,7 +40,7 @@ def test_stdlib_is_the_library_s_docstrings_parsed_not_imported_and_not_repeated
     (tmp_path / "pydoc_data").mkdir()
     topics = {"x": "a\n\nlong section here\n\nmore", "y": "long section here", "z": "something else"}
     (tmp_path / "pydoc_data" / "topics.py").write_text(f"topics = {topics}")
-    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = open_corpus(DataConfig("stdlib", "stdlib"))
     texts = ["a\n\nText of a/__init__.py.", "b\n\nText of b.py.", topics["x"], topics["z"]]
     assert list(corpus) == list(corpus) == texts
@@ -51,10 +50,10 @@ def test_stdlib_is_the_library_s_docstrings_parsed_not_imported_and_not_repeated
         b'"""Title.\n\n    =====\n    Text."""\nraise SystemExit\n'
         b'class A:\n  """Title two."""\n  def f(self, x=1):\n    """F."""\n'
     )
-    text = stdlib._docstrings(source, tmp_path, module, seen)
+    text = sources._docstrings(source, tmp_path, module, seen)
     assert text == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
-    assert stdlib._docstrings(source, tmp_path, module, seen) == ""
-    assert stdlib._docstrings(b"def broken(:", tmp_path, module, seen) == ""
+    assert sources._docstrings(source, tmp_path, module, seen) == ""
+    assert sources._docstrings(b"def broken(:", tmp_path, module, seen) == ""
     assert clean("Title\n    =====\n\n\n\n    a  \n      b\x0c\n") == "Title\n\na\n  b"
 
 

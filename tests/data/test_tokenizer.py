@@ -4,7 +4,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
-from data.tokenizer import BPE_PATTERN, BYTE_OF, FILE, Tokenizer, build_tokenizer, load_tokenizer, pieces
+from data.tokenizer import FILE, Tokenizer, build_tokenizer, load_tokenizer, pieces
 
 
 @pytest.fixture(params=["bytes", "bpe", "gpt2"])
@@ -31,21 +31,6 @@ def test_round_trip_special_tokens_and_saving(tokenizer, texts, tmp_path):
     assert (loaded.name, loaded.vocab_size, loaded.eot) == (tokenizer.name, tokenizer.vocab_size, tokenizer.eot)
     assert loaded.fingerprint == tokenizer.fingerprint and loaded.encode(texts[1]) == tokenizer.encode(texts[1])
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-
-
-def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
-    """Our vocabulary, encoded by tiktoken, against the library that trained it."""
-    from tokenizers import Regex, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as HFTokenizer
-
-    hf = HFTokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(BPE_PATTERN), behavior="isolated")
-    hf.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
-    for text in [*texts, *corpus]:
-        pieces_of_hf = [bytes(BYTE_OF[character] for character in piece) for piece in hf.encode(text).tokens]
-        assert pieces_of_hf == [bpe.token_bytes(token) for token in bpe.encode(text)]
 
 
 def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):

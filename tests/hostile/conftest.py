@@ -19,7 +19,7 @@ from data.tokenizer import build_tokenizer, load_tokenizer
 from eval.report.runs import read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from model.interop.folder import Weights, read_config
+from model.interop.format import Weights, read_config
 from training.checkpoint import load_run
 from training.saver import save
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from data.config import DataConfig
 from data.shards import PROGRESS
-from model.interop.folder import Weights
+from model.interop.format import Weights
 from tests.hostile.conftest import read_text
 
 

@@ -57,8 +57,8 @@ class Numbers:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.integers(0, 50))
 def test_batches_are_the_same_for_every_world(world, micros, micro_batch, step, seed):
     batch = world * micros * micro_batch
-    whole = Loader(Numbers(), batch, 1, seed)(step)
-    parts = [Loader(Numbers(), batch, 1, seed, rank, world, micro_batch) for rank in range(world)]
+    whole = Loader(Numbers(), batch, seed)(step)
+    parts = [Loader(Numbers(), batch, seed, rank, world, micro_batch) for rank in range(world)]
     together = np.concatenate([part(step, micro) for part in parts for micro in range(micros)])
     assert np.array_equal(together, whole) and whole[0, 0] == step * batch
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.interop import folder as folders
+from model.interop.format import HUB_FILES
 from model.interop.huggingface import read_folder
-from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, source_model, transformers
+from tests.model.test_huggingface import EXACT, apart, edit, loaded, source_model, transformers
 
 
 def drop(key: str) -> Callable[[Path], None]:
@@ -41,9 +41,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "yarn": (lambda folder: edit(folder, rope_scaling={"rope_type": "yarn", "factor": 2.5}), "has yarn RoPE"),
     "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says [1] of its RoPE"),
-    "some layers with a window": (
-        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], **SLIDING | {"max_window_layers": 1}),
-        "layers of full_attention and sliding_attention",
+    "layers with a window": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], use_sliding_window=True), "use_sliding_window=True",
     ),
     "part of the width rotated": (lambda folder: edit(folder, partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     "a tensor too few": (drop("model.layers.1.mlp.up_proj.weight"), "lacks the tensor model.layers.1.mlp.up_proj.weight"),
@@ -87,7 +86,7 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
     import huggingface_hub
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        if name != "somebody/small-model" or allow_patterns != folders.HUB_FILES:
+        if name != "somebody/small-model" or allow_patterns != HUB_FILES:
             raise OSError("no network\nat all")
         return str(llama_folder)
 

@@ -81,24 +81,6 @@ def test_rows_end_at_a_stop_token_and_repeat_it() -> None:
         assert row == wanted[: end + 1] + [wanted[end]] * (max(ends) - end)
 
 
-def test_the_stream_computes_a_token_when_the_caller_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = Decoder(config("baseline")), []
-    monkeypatch.setattr(model.head, "forward", lambda x: seen.append(tuple(x.shape)) or torch.zeros(*x.shape[:2], 50))
-    stream = model.stream(torch.zeros(2, 9, dtype=torch.long), 5)
-    assert seen == []
-    assert next(stream).shape == (2,)
-    assert seen == [(2, 1, 64)]  # of a prompt, the output head sees the last token alone
-    assert len(list(stream)) == 4 and len(seen) == 5
-
-
-def test_what_is_generated_can_be_trained_on() -> None:
-    model = Decoder(config("diff"))
-    tokens = model.generate(torch.zeros(1, 3, dtype=torch.long), 40)  # beyond the context
-    assert torch.is_grad_enabled()
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert model.embedding.weight.grad.abs().max() > 0
-
-
 def test_learned_positions_are_used_to_the_last() -> None:
     model, prompt = Decoder(config("gpt2")), torch.zeros(1, 8, dtype=torch.long)
     assert model.generate(prompt, 25).shape == (1, 33)  # context 32: the last token is not read

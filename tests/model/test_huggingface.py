@@ -32,7 +32,6 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 
 SOURCES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -57,7 +56,7 @@ SOURCES: dict[str, tuple[str, dict]] = {
     "llama, scaled as Llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3, "head_dim": 16}),
     "mistral, window": ("Mistral", GROUPED | {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
-    "qwen3, biases, scaled": ("Qwen3", GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
+    "qwen3, biases, scaled": ("Qwen3", GROUPED | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
 }  # fmt: skip

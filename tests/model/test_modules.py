@@ -182,7 +182,6 @@ def test_a_module_made_without_memory_gets_its_weights_from_reset_parameters(nam
     ("options", "says"),
     (
         ({"d_model": 64, "heads_norm": "none"}, "no option heads_norm: use .*head_norm"),
-        ({"lambda_warmup": -1}, "^lambda_warmup=-1 is out of range"),
         ({"rope_scaling": RopeScaling(factor=0.0)}, "^rope_scaling.factor=0.0 is out of range"),
         ({"d_model": "64"}, "^d_model='64' is out of range: use a number"),
     ),

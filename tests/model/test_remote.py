@@ -50,14 +50,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ("introspective_sequence",))
-def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
-    model = (
-        randomized(name, backend="sdpa", attention_dropout=0.2).float().eval()
-    )  # what the folder's `auto` is: our kernels stay here
-    assert write(model, tmp_path / name, "remote") == "remote"
+def test_a_folder_with_its_own_code(tmp_path: Path) -> None:
+    # what the folder's `auto` is: our kernels stay here
+    model = randomized("introspective_sequence", backend="sdpa", attention_dropout=0.2).float().eval()
+    assert write(model, tmp_path / "first", "remote") == "remote"
     assert export(model, "remote").config["stack"]["attention_dropout"] == 0  # dropout stays here
-    exported, report = load(tmp_path / name, output_loading_info=True)
+    exported, report = load(tmp_path / "first", output_loading_info=True)
     assert not any(map(len, report.values())) and "repository" not in type(exported).__module__
     assert type(exported).__module__.startswith("transformers_modules")
     assert apart(exported.eval(), model, vocab=50) == 0
@@ -67,7 +65,7 @@ def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
     again = load(tmp_path / "again").eval()
     assert apart(again, model, vocab=50) == 0
     assert apart(exported, loaded(tmp_path / "again"), vocab=50) < EXACT
-    half = load(tmp_path / name, dtype=torch.bfloat16).eval()
+    half = load(tmp_path / "first", dtype=torch.bfloat16).eval()
     assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 13)
 
 

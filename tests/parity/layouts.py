@@ -15,8 +15,8 @@ from torch import Tensor
 
 from model.attention.diff import VECTORS, DiffConfig, lambda_init
 from model.attention.diff_v2 import DiffV2Config
+from model.interop.format import change_rows, heads_in_pairs, keep_lambda
 from model.interop.llama import LLAMA
-from model.interop.rows import change_rows, heads_in_pairs, keep_lambda
 
 SCALARS = ("lambda_a", "lambda_b")
 TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.attention.mask import Mask
-from model.interop.rows import half_from_interleaved
+from model.interop.format import half_from_interleaved
 from tests.parity.comparing import DRAWS, assert_equals_formula, choices, imported, random_weights, rope_of
 from tests.parity.layouts import LAYOUTS, import_attention
 from tests.reference import published

@@ -1,7 +1,6 @@
 """Causal attention on CPUs by one C++ kernel (cpu.cpp): softmax attention, unions of key sets, differences of two maps.
 
-The kernel computes in float32 or better, also for bfloat16, and stores no maps: its backward computes them again. Its results
-do not depend on the number of threads. It is a torch operator, so that torch.compile and torch.export call it as a whole.
+It computes in float32 or better, also for bfloat16, and stores no maps. Its results do not depend on the number of threads.
 
 Letters: B sequences, M maps (2: their difference), C maps with keys of their own (M or 1), K key/value heads, G query heads of
 each, T positions with n keys each, widths d and dv.
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import native
-from ...first_derivative import once
+from ..sdpa import in_line
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
@@ -22,29 +21,20 @@ PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imp
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """One softmax over the union of n key sets: q (B, H, T, d), each of keys (B, Hkv, T, d), of values (B, Hkv, T, dv).
-
-    Returns (B, H, T, dv).
-    """
+    """backends.attend_union: q (B, H, T, d), each of keys (B, Hkv, T, d), of values (B, Hkv, T, dv) -> (B, H, T, dv)."""
     q = q.unflatten(1, (keys[0].shape[1], -1)).unsqueeze(1)  # (B, 1, Hkv, G, T, d)
     k, v = (x[0].unsqueeze(3) if len(x) == 1 else torch.stack(x, 3) for x in (keys, values))  # (B, Hkv, T, n, d)
     return _Kernel.apply(q, k.unsqueeze(1), v, None).flatten(1, 2)
 
 
 def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
-    """Difference of two maps: q (B, h, 2, T, d), k (B, hkv, 2 or 1, T, d), v (B, hkv, T, dv), lam (..., T or 1, 1) or ().
-
-    Returns (B, h, T, dv).
-    """
+    """backends.attend_diff: q (B, h, 2, T, d), k (B, hkv, 2 or 1, T, d), v (B, hkv, T, dv), lam (..., T or 1, 1) or ()."""
     B, h, _, T, _ = q.shape
     q = q.unflatten(1, (k.shape[1], -1)).movedim(3, 1)  # (B, 2, hkv, G, T, d)
     k = k.movedim(2, 1).unsqueeze(4)  # (B, 2 or 1, hkv, T, 1, d)
     hkv = v.shape[1]
     lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, hkv, h // hkv, T, 1)
     return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
-
-
-# ---------------------------------------- the compiled library
 
 
 def missing() -> str | None:
@@ -60,8 +50,6 @@ missing._dynamo_marked_constant = True
 
 
 class _View(ctypes.Structure):
-    """`struct View` of cpu.cpp."""
-
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 5)]
 
 
@@ -81,19 +69,12 @@ def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor 
         shapes = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"queries, keys and values do not fit each other in shape or dtype ({shapes})")
     call = _Call(B, M, C, K, G, T, n, d, v.shape[-1], torch.get_num_threads())
-    tensors = {"q": _in_line(q), "k": _in_line(k), "v": _in_line(v), "lam": lam, **others}
+    tensors = {"q": in_line(q), "k": in_line(k), "v": in_line(v), "lam": lam, **others}
     for name, x in tensors.items():
         if x is not None:
             view = getattr(call, name)
             view.data, view.strides[: x.dim() - 1] = x.data_ptr(), x.stride()[:-1]
     getattr(native.library(SOURCE), KINDS[q.dtype])(ctypes.byref(call), "grad_out" in others)
-
-
-def _in_line(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-# ---------------------------------------- the operator
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
@@ -113,7 +94,7 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None)
     """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
     dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
     filled = {"grad_q": dq, "grad_k": dk, "grad_v": dv, "grad_lam": None if lam is None else dlam}
-    _call(q, k, v, lam, grad_out=_in_line(grad), **filled)
+    _call(q, k, v, lam, grad_out=in_line(grad), **filled)
     return found
 
 
@@ -154,5 +135,5 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses to make them for a second read
-        *grads, dlam = once((grad, *inputs), BACKWARD(grad, *inputs))
+        *grads, dlam = native.once((grad, *inputs), BACKWARD(grad, *inputs))
         return *grads, None if inputs[3] is None else dlam

@@ -9,11 +9,8 @@ O1 = out + lam O2:
     dS1 = P1 (dP - delta1)             dS2 = -lam P2 (dP - delta2)
     dQ_c = dS_c K_c    dK_c = dS_c' Q_c    dlam = -delta2 per row
 
-Per head that is 6 d + 2 dv multiplications per query-key pair: 10 N^2 d for V1 (dv = 2d) and 8 N^2 d for V2 (dv = d),
-where the backward passes of two separate calls take 14 and 10. dK and dV are summed in registers; dQ by atomic additions in
-float32, so the gradient of q is not bit-reproducible on a GPU.
-
-Importing this module imports Triton: ask `kernels.unavailable` first.
+dK and dV are summed in registers; dQ by atomic additions in float32, so the gradient of q is not bit-reproducible on a GPU
+(docs/METHODS.md, section 1.1).
 """
 
 import math
@@ -23,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...first_derivative import once
+from ...native import once
 from ..mask import Mask
 from . import interpreted, unavailable
 from .diff_triton import backward_kernel, delta_kernel, forward_kernel
@@ -32,13 +29,7 @@ HIDDEN = -(2**31)  # the id of a padded key, which no query has
 
 
 def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask) -> Tensor:
-    """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
-
-    q (B, h, 2, T, d); k (B, hkv, 2, S, d), or (B, hkv, 1, S, d) where both maps share their keys; v (B, hkv, S, dv);
-    h a multiple of hkv; the queries are the last T of S positions; lam broadcasts to (B, h, T, 1). Returns (B, h, T, dv).
-    q, k, v in one of bfloat16, float16, float32; sums in float32. A row that sees nothing is zero, its gradients too.
-    ValueError where the kernel cannot run. Differential Transformer, arXiv 2410.05258, equation 1.
-    """
+    """backends.attend_diff for q, k, v in one of bfloat16, float16, float32; the queries are the last T of S positions."""
     (B, h, _, T, d), (_, hkv, C, S, _), dv = q.shape, k.shape, v.shape[-1]
     assert q.shape[2] == 2 and C in (1, 2) and h % hkv == 0 and T <= S, (q.shape, k.shape)
     assert k.shape == (B, hkv, C, S, d) and v.shape == (B, hkv, S, dv), (k.shape, v.shape)
@@ -76,17 +67,13 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
 
 
 class Blocks(NamedTuple):
-    """One program's tile, BM queries by BN keys, and how Triton runs it.
-
-    TURNED: scores are computed as K Q' and transposed, which lays the warps out along the keys. A backward's maps are then
-    left operands, which stay in registers, and no two warps compute the same product.
-    """
+    """One program's tile, BM queries by BN keys, and how Triton runs it."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
-    TURNED: bool
+    TURNED: bool  # scores are K Q' transposed: warps lie along the keys, and no two warps compute the same product
 
 
 # sm_90: of twenty tiles for each row, timed on an H200 (docs/results/gpu/README.md), the fastest that spills little. sm_80: not
@@ -154,7 +141,6 @@ def blocks(device: torch.device, d: int, dv: int, dtype: torch.dtype, backward: 
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The CUDA compute capability of a card."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -169,7 +155,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Strides of all dimensions but the last."""
     return [stride for x in tensors for stride in x.stride()[:-1]]
 
 
@@ -180,7 +165,6 @@ def _empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, causal: bool, window: int | None) -> dict:
-    """The compile-time arguments of both kernels, except the tile."""
     d, dv = q.shape[-1], v.shape[-1]
     return {
         "CAUSAL": causal, "WINDOW": window is not None, "IDS": ids is not None, "SHARED": k.shape[2] == 1,
