@@ -23,9 +23,8 @@ from eval.report.gallery import draw_report
 from eval.report.notes import notes
 from eval.report.page import Content, page
 from eval.report.runs import Arm, arms_of, read_runs
-from eval.report.sections import sections
 from eval.report.statistics import PAIRED, Difference
-from eval.report.tables import difference_lines, differences, headline_table, markdown, report_lines, verdicts
+from eval.report.tables import difference_lines, differences, headline_table, markdown, report_lines, sections, verdicts
 from eval.viewer import ViewerConfig, viewer_of
 
 

@@ -5,17 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.files import naming
-from eval import attention_noise, needle
 from eval.report import figures
-from eval.report.measured import EVALUATIONS
 from eval.report.runs import Arm, text_of
 from eval.report.statistics import Difference
 from eval.report.tables import HEADLINES, held_out, trained_on
 
 SCALE = 96 / 160  # CSS pixels of a pixel: eval.common.figure has 160 to the inch
+DRAWN_BEFORE = (  # the caption's name, the evaluation that drew the figures, their group, their description
+    ("positions", "perplexity", "Loss", "Curves of loss against position in the window"),
+    ("needle", "needle", "Retrieval", "Heatmap of needle accuracy by depth and context length"),
+    ("where", "attention_noise", "Attention", "Bars of five attention buckets by depth"),
+)
 
 
 @dataclass
@@ -48,107 +49,32 @@ class Figure:
 
 
 def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) -> list[Figure]:
-    scored, hidden, noise = ([arm for arm in arms if arm.results(name)] for name in EVALUATIONS)
-    trained = [arm for arm in arms if any(run.train for run in arm.runs)]
-    weighing = [arm for arm in arms if all(run.monitor for run in arm.runs) and figures.weight_curves(arm)[0]]
+    """The figures over all arms, drawn into `folder`, and those that evaluations drew of the first run of each arm."""
+    drawn, several = [], any(arm.several for arm in arms)
     panels = {name: [one for one in differences if one.metric == name] for name in HEADLINES}
     panels = {name: of_name for name, of_name in panels.items() if any(one.n > 1 for one in of_name)}
-    drawn = [
-        _differences(arms, panels, folder) if panels else None,
-        _losses(trained, folder) if trained else None,
-        _positions(scored, folder) if scored else None,
-        _needle(hidden, folder) if hidden else None,
-        *(_where(noise, folder, reading) for reading in attention_noise.READINGS),
-        _heads(noise, folder) if noise else None,
-        _weights(weighing, folder) if weighing else None,
-    ]
-    return [figure for figure in drawn if figure]
+    if panels:
+        image = Image(folder / "differences.png", "Paired differences to the first arm with 95 % intervals")
+        figures.draw_differences(image.path, arms, panels)
+        drawn.append(Figure("differences", "", [image], {"reference": arms[0].name}))
+    if trained := [arm for arm in arms if any(run.train for run in arm.runs)]:
+        image = Image(folder / "loss.png", "Curves of training and validation loss against tokens for each arm")
+        figures.draw_losses(image.path, trained)
+        text_only = figures.training_loss(trained) == "loss_text"
+        facts = {"lines": "the text among the training samples" if text_only else trained_on(trained)}
+        facts["dots"] = any(run.val for arm in trained for run in arm.runs) and held_out(trained[0].runs[0])
+        facts["seeds"] = sorted({len(arm.runs) for arm in trained}) if several else []
+        drawn.append(Figure("loss", "Loss", [image], facts))
+    for name, evaluation, group, alt in DRAWN_BEFORE:
+        if images := drawn_by(arms, evaluation, alt, heatmap=evaluation == "needle"):
+            first = next(arm.runs[0] for arm in arms if arm.runs[0].results(evaluation))
+            facts = {"results": first.results(evaluation), "text": text_of(first, evaluation), "several": several}
+            drawn.append(Figure(name, group, images, facts))
+    return drawn
 
 
-def averaged(results: list[Any]) -> Any:
-    """The mean of results, number by number. A value that is not a number, or whose shapes differ, is the first result's."""
-    first = results[0]
-    if isinstance(first, dict):
-        shared = {key: [r[key] for r in results] for key in first if all(key in r for r in results)}
-        return first | {key: averaged(values) for key, values in shared.items()}
-    if isinstance(first, list) and len({len(r) for r in results}) == 1:
-        return [averaged(list(items)) for items in zip(*results, strict=True)]
-    if None in results:  # the standard error of a single sample
-        return None
-    if isinstance(first, float) or (isinstance(first, int) and len(set(results)) > 1):
-        return float(np.mean(results))
-    return first
-
-
-def drawn_by(arms: list[Arm], evaluation: str, alt: str) -> list[Image]:
+def drawn_by(arms: list[Arm], evaluation: str, alt: str, heatmap: bool = False) -> list[Image]:
     """The images that the evaluation drew for the first run of each arm, if they exist."""
     first = [arm for arm in arms if arm.runs[0].results(evaluation) is not None]
-    images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", f"{alt}, {arm.name}") for arm in first]
+    images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", f"{alt}, {arm.name}", heatmap) for arm in first]
     return [image for image in images if image.path.is_file()]
-
-
-def _of_arms(stem: Path, arms: list[Arm], alt: str, heatmap: bool = False) -> list[tuple[Arm, Image]]:
-    paths = [stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png") for arm in arms]
-    return [(arm, Image(path, f"{alt}, {arm.name}", heatmap)) for arm, path in zip(arms, paths, strict=True)]
-
-
-def _figure(name: str, group: str, images: list[Image], arms: list[Arm], evaluation: str = "", **facts: Any) -> Figure:
-    """A figure with what its caption says: the numbers of seeds of the arms, [] if all are 1; first results and text."""
-    counts = sorted({len(arm.results(evaluation) if evaluation else arm.runs) for arm in arms})
-    facts |= {"seeds": counts if any(arm.several for arm in arms) else []}
-    if evaluation:
-        run = next(run for run in arms[0].runs if evaluation in run.evals)
-        facts |= {"results": arms[0].results(evaluation)[0], "text": text_of(run, evaluation)}
-    return Figure(name, group, images, facts)
-
-
-def _differences(arms: list[Arm], panels: dict[str, list[Difference]], folder: Path) -> Figure:
-    image = Image(folder / "differences.png", "Paired differences to the first arm with 95 % intervals")
-    figures.draw_differences(image.path, arms, panels)
-    return Figure("differences", "", [image], {"reference": arms[0].name})
-
-
-def _losses(arms: list[Arm], folder: Path) -> Figure:
-    image = Image(folder / "loss.png", "Curves of training and validation loss against tokens for each arm")
-    figures.draw_losses(image.path, arms)
-    text_only = figures.training_loss(arms) == "loss_text"
-    lines = "the text among the training samples" if text_only else trained_on(arms)
-    validated = any(run.val for arm in arms for run in arm.runs)
-    return _figure("loss", "Loss", [image], arms, lines=lines, dots=validated and held_out(arms[0].runs[0]))
-
-
-def _positions(arms: list[Arm], folder: Path) -> Figure:
-    image = Image(folder / "loss_by_position.png", "Curves of loss against position in the window for each arm")
-    figures.draw_positions(image.path, arms)
-    return _figure("positions", "Loss", [image], arms, "perplexity")
-
-
-def _needle(arms: list[Arm], folder: Path) -> Figure:
-    images = _of_arms(folder / "needle", arms, "Heatmap of needle accuracy by depth and context length", heatmap=True)
-    for arm, image in images:
-        needle.draw(image.path, arm.results("needle"), arm.name)
-    return _figure("needle", "Retrieval", [image for _, image in images], arms, "needle")
-
-
-def _where(arms: list[Arm], folder: Path, reading: str) -> Figure | None:
-    """The five buckets of the arms whose rows have a sum that the reading divides by."""
-    arms = [arm for arm in arms if all(results.get(reading) for results in arm.results("attention_noise"))]
-    images = _of_arms(folder / f"attention_{reading}", arms, f"Bars of five attention buckets by depth, {reading}")
-    for arm, image in images:
-        attention_noise.draw(image.path, averaged(arm.results("attention_noise")), arm.name, (reading,))
-    drawn = [image for _, image in images]
-    return _figure("where", "Attention", drawn, arms, "attention_noise", reading=reading) if images else None
-
-
-def _heads(arms: list[Arm], folder: Path) -> Figure:
-    images = _of_arms(folder / "attention_heads", arms, "Heatmaps over layers and heads", heatmap=True)
-    for arm, image in images:
-        attention_noise.draw_heads(image.path, arm.results("attention_noise")[0], arm.name)
-    return _figure("heads", "Attention", [image for _, image in images], arms)
-
-
-def _weights(arms: list[Arm], folder: Path) -> Figure:
-    images = _of_arms(folder / "lambda", arms, "Curves of the weights of the maps against tokens")
-    for arm, image in images:
-        figures.draw_weights(image.path, arm)
-    return _figure("weights", "Attention", [image for _, image in images], arms)

@@ -15,9 +15,8 @@ from configs.provenance import ROOT, version
 from eval.common import command_of
 from eval.report.gallery import Figure, drawn_by
 from eval.report.runs import Arm, Run, text_named
-from eval.report.sections import Section
 from eval.report.statistics import Difference
-from eval.report.tables import HEADLINES, Row, minus, si
+from eval.report.tables import HEADLINES, Row, Section, minus, si
 from training.text import text_read
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -14,7 +14,7 @@ import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
 from eval.common import INK, colour, command_of, given_input, run_name, variant
-from eval.report.measured import EVALUATIONS, measured
+from eval.report.measured import measured
 from eval.report.statistics import spikes
 from training.run import deciding
 from training.text import text_read
@@ -169,7 +169,7 @@ def read_run(folder: Path) -> Run:
         variant=variant(config),
         config=config,
         facts=lines[0] if lines else {},
-        evals={name: evals[name] for name in ordered(evals)},
+        evals=evals,
         **{name: [line for line in lines if key in line] for name, key in LINES_WITH.items()},
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
@@ -201,11 +201,6 @@ def labels(folders: Iterable[str | Path]) -> list[str]:
         return "/".join(next((end for end in ends if sum(path[-len(end) :] == end for path in paths) == 1), parts))
 
     return list(map(label, paths))
-
-
-def ordered(names: Iterable[str]) -> list[str]:
-    """The names of evaluations, each once, those that are wanted of every run first."""
-    return sorted(dict.fromkeys(names), key=lambda name: EVALUATIONS.index(name) if name in EVALUATIONS else len(EVALUATIONS))
 
 
 def text_named(run: Run, name: str) -> str | None:
