@@ -15,8 +15,7 @@ from typing import Any
 
 from configs import flatten
 from configs.files import json_text, read_json_lines, write_atomic
-from eval.report.measured import settings_of
-from eval.report.runs import Run
+from eval.report.runs import Run, settings_of
 from model.config import decoder_config
 from training.monitor import last_lambdas
 from training.run import TrainConfig, Vocabulary, deciding

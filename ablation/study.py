@@ -22,8 +22,7 @@ from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task
 from eval.common import OF_A_RUN, result_name
-from eval.report.measured import settings_of
-from eval.report.runs import DIVERGED, Run, read_json, read_run
+from eval.report.runs import DIVERGED, Run, read_json, read_run, settings_of
 from eval.texts import Texts
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
@@ -79,10 +78,7 @@ def read_evaluation(text: str) -> Evaluation:
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations. record: of a run that was finished elsewhere.
-
-    stale: why a record was not taken. texts: digests that all runs share.
-    """
+    """One arm at one seed. record: of a run that was finished elsewhere. stale: why a record was not taken."""
 
     arm: str
     seed: int

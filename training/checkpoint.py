@@ -88,10 +88,7 @@ def load(
 
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
-    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints).
-
-    say: print one warning if an older checkpoint is used. resumes: the caller trains this run, and may start it again.
-    """
+    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints)."""
     errors: list[ValueError] = []
     for folder in reversed(checkpoints(run_dir)):
         try:

@@ -1,8 +1,4 @@
-"""How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
-
-The engines are torch's DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch FSDP,
-arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, the micro batch.
-"""
+"""How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2)."""
 
 import contextlib
 import inspect

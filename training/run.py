@@ -169,10 +169,7 @@ def _shortest(key: str, cfg: Any) -> str:
 
 
 class Run:
-    """The folder of a run, opened by all processes together; `first` is the next step to train.
-
-    If a new run fails before its first step, nothing is left of its folder.
-    """
+    """The folder of a run, opened by all processes together (gone if a new run fails at once). first: the next step."""
 
     def __init__(
         self, cfg: TrainConfig, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World

@@ -1,7 +1,4 @@
-"""What training measures beside its loss: the loss on validation text and by kind of document, and needles in text.
-
-None of it changes training: no gradient, no random number of its generators.
-"""
+"""What training measures, unchanged by it, beside its loss: loss on validation text and by kind of document, and needles."""
 
 import numpy as np
 import torch
@@ -65,10 +62,7 @@ def losses_by_kind(
 
 
 class NeedleProbe:
-    """`read()` asks `model` one question in each of `samples` contexts, which are as long as the training context.
-
-    Always the same questions, worded as the retrieval documents of training, with cities and numbers of the evaluation split.
-    """
+    """`read()` asks `model` one question, always the same, in each of `samples` contexts as long as the training context."""
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
         if not isinstance(windows, Windows):

@@ -2,9 +2,8 @@
 
     python -m eval.report runs=[runs/A,runs/B] out=report.html [viewer=false]
 
-Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
-paired differences to the first arm with 95 % intervals. Beside the page lie its figures (figures/*.png), its numbers (the
-same name with .json), its tables (.md) and the attention viewer (..._viewer.html).
+Runs that differ in their seed alone are one arm, with paired differences to the first arm. Beside the page lie its figures
+(figures/*.png), its numbers (the same name with .json), its tables (.md) and the attention viewer (..._viewer.html).
 """
 
 import glob
@@ -19,12 +18,10 @@ from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
 from eval.report.figures import short_labels
-from eval.report.gallery import draw_report
-from eval.report.notes import notes
-from eval.report.page import Content, page
+from eval.report.page import Content, draw_report, page
 from eval.report.runs import Arm, arms_of, read_runs
 from eval.report.statistics import PAIRED, Difference
-from eval.report.tables import difference_lines, differences, headline_table, markdown, report_lines, sections, verdicts
+from eval.report.tables import difference_lines, differences, headline_table, markdown, notes, report_lines, sections, verdicts
 from eval.viewer import ViewerConfig, viewer_of
 
 
@@ -59,7 +56,7 @@ def main(cfg: ReportConfig) -> None:
     write_json(out.with_suffix(".json"), as_json(content))
     write_atomic(out.with_suffix(".md"), as_markdown(content).encode())
     write_atomic(out, page(content, out).encode())
-    print_report(content)
+    print("\n".join([*content.verdicts, "", as_markdown(content), *(f"note: {remark}" for remark in content.notes)]))
     print(f"report  {out} (runs: {len(runs)}, arms: {len(arms)}, figures: {len(content.figures)})")
 
 
@@ -115,13 +112,8 @@ def _difference(one: Difference) -> dict[str, Any]:
     return one.numbers(*PAIRED) | names | {"seeds": list(one.by_seed), "differences": list(one.by_seed.values())}
 
 
-def full_names(arms: list[Arm]) -> list[str]:
-    """Lines that say which run a short name stands for."""
-    return [f"{arm.name}: {arm.runs[0].label}" for arm in arms if not arm.several and arm.name != arm.runs[0].label]
-
-
 def as_markdown(content: Content) -> str:
-    """The tables. Names are never markup."""
+    """The tables, and which run a short name stands for. Names are never markup."""
     arms, head = content.arms, f"difference to {content.arms[0].name} [95 % interval]"
     tables = report_lines(arms, content.rows), difference_lines(arms, content.rows, content.contrasts, head)
 
@@ -129,13 +121,8 @@ def as_markdown(content: Content) -> str:
         return html.escape(text, quote=False).replace("|", "\\|")
 
     parts = [markdown([[plain(cell) for cell in line] for line in lines]) for lines in tables if lines]
-    return "\n".join([*parts, *(f"- {plain(line)}\n" for line in full_names(arms))])
-
-
-def print_report(content: Content) -> None:
-    print("\n".join([*content.verdicts, "", as_markdown(content)]))
-    for remark in content.notes:
-        print(f"note: {remark}")
+    short = [(arm.name, arm.runs[0].label) for arm in arms if not arm.several and arm.name != arm.runs[0].label]
+    return "\n".join([*parts, *(f"- {plain(f'{name}: {label}')}\n" for name, label in short)])
 
 
 if __name__ == "__main__":

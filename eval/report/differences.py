@@ -103,10 +103,7 @@ class Model:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
     def less(self, arm: str, other: str, **place: str) -> Difference | None:
-        """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
-
-        p_alone: of the paired t test. p_welch: of Welch's test (1947), where the arms differ in their spread.
-        """
+        """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences."""
         alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
         place |= self.place | {"arm": arm, "reference": other}
         one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
@@ -159,10 +156,7 @@ def welch_p(one: pd.Series, other: pd.Series) -> float | None:
 
 
 def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Estimates, covariance, error s_e^2 and the ratio s_b^2 / s_e^2 of highest restricted likelihood (docs/METHODS.md, 8.3).
-
-    The ratio is 0 or one of R on a logarithmic grid with steps of 6 %, computed at once.
-    """
+    """Estimates, covariance, s_e^2 and the ratio s_b^2 / s_e^2, of R on a grid with steps of 6 %, of highest likelihood."""
     ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
     spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
     weights = (ratios[:, None] / (1 + spread))[:, None]  # (R, 1, seeds)

@@ -30,10 +30,7 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
 
 
 def band(ax: Axes, arm: Arm, curves: list[Curve]) -> np.ndarray:
-    """Draw the mean of an arm's curves and the band from the lowest to the highest; returns the mean.
-
-    All curves are interpolated to the x of the first, as far as all of them reach.
-    """
+    """Draw the mean of an arm's curves, at the x of the first that all reach, and their range; returns the mean."""
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
     y = np.stack([np.interp(x, *curve) for curve in curves])  # (seeds, points)
@@ -182,10 +179,7 @@ def draw_gap(path: Path, arms: list[Arm], effects: Sequence[Difference], ylabel:
 
 
 def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
-    """What each part gives, a row per part and a panel per metric (title -> paired differences, corrected over the panel).
-
-    A row is coloured where p after Holm's correction is below 5 %.
-    """
+    """What each part gives, a row per part and a panel per metric; coloured where p after Holm's correction is below 5 %."""
     rows = list(dict.fromkeys(one.part for of_panel in panels.values() for one in of_panel))
     with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
         for ax, (metric, of_panel) in zip(axes[0], panels.items(), strict=True):

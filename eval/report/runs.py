@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, command_of, given_input, run_name, variant
-from eval.report.measured import measured
+from eval.common import INK, INPUTS, colour, command_of, given_input, run_name, variant
+from eval.needle_text import trained_digits
 from eval.report.statistics import spikes
 from training.run import deciding
 from training.text import text_read
 
+EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
+NO_MATTER = ("device", "batch", "name", "ngram")  # settings that change no number; ngram was always 2
+# Counts and digests in results. What older code did not record is not compared.
+RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
@@ -67,9 +71,7 @@ class Run:
 
     @property
     def spikes(self) -> int:
-        if "spikes" in self.counted:
-            return self.counted["spikes"]
-        return spikes([line["loss"] for line in self.train])
+        return self.counted["spikes"] if "spikes" in self.counted else spikes([line["loss"] for line in self.train])
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -193,14 +195,10 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
-    """The name of each run folder, with as many parents as folders of one name differ in."""
-    paths = [Path(folder).resolve().parts for folder in folders]
-
-    def label(parts: tuple[str, ...]) -> str:
-        ends = (parts[-count:] for count in range(1, len(parts) + 1))
-        return "/".join(next((end for end in ends if sum(path[-len(end) :] == end for path in paths) == 1), parts))
-
-    return list(map(label, paths))
+    """The name of each run folder; where two have one name, every path below the folder that has them all."""
+    paths = [Path(folder).resolve() for folder in folders]
+    names, common = [path.name for path in paths], os.path.commonpath([path.parent for path in paths])
+    return names if len(set(names)) == len(names) else [str(path.relative_to(common)) for path in paths]
 
 
 def text_named(run: Run, name: str) -> str | None:
@@ -234,6 +232,42 @@ def refuse_other_shards(runs: list[Run]) -> None:
         if first.facts["text_digest"] != run.facts["text_digest"]:
             wrong = "were trained on different shards (other numbers of tokens or checksums)"
             raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
+
+
+def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
+    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
+    return given | {key: Path(given[key]).name for key in (*INPUTS, "include_path") if key in given}
+
+
+def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The settings, text and shape of a result, equal in results that can be compared. What is not known is not there.
+
+    name: of the result. evaluation: its JSON. config: the configuration of its run.
+    """
+    results, settings = evaluation["results"], settings_of(evaluation)
+    if name == "perplexity":
+        frequent = (results.get("recall") or {}).get("rare_at_most")
+        known = {"text": results.get("sha256", ""), "ngram": settings.get("ngram", 2), "frequent": frequent}
+    elif name in EVALUATIONS:
+        given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples")}
+        given["digits"] = trained_digits(config)  # of the numbers to find
+        known = _shape(results) | {"settings": given, "windows": settings.get("windows")}
+    else:
+        given = {key: value for key, value in settings.items() if key not in NO_MATTER}
+        known = _shape(results) | {"settings": given | {key: sorted(given[key]) for key in ("tasks",) if key in given}}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _shape(results: dict[str, Any]) -> dict[str, Any]:
+    shape: dict[str, Any] = {key: results.get(key) for key in RECORDED}
+    if "cells" in results:
+        shape["cells"] = [[cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
+    if isinstance(absolute := results.get("absolute"), dict):
+        shape["depths"] = list(absolute.get("depths", ()))
+    if isinstance(shots := results.get("shots"), list):
+        shape["shots"] = [row.get("shots") for row in shots]
+    return shape | {f"documents of {task}": about.get("sha256") for task, about in results.get("per_task", {}).items()}
 
 
 def refuse_other_settings(runs: list[Run]) -> None:
@@ -289,10 +323,7 @@ def trained_tokens(arm: Arm) -> float:
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:
-    """Group runs that differ in their seed alone, in the order given; all arms are compared with the first arm.
-
-    An arm with finished runs leaves its unfinished runs out, because they would bias the mean.
-    """
+    """Group runs that differ in their seed alone. An arm with finished runs leaves out others, which would bias the mean."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         key = _without_seed(run)

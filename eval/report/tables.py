@@ -1,13 +1,14 @@
 """Tables of the arms' numbers and of their paired differences, as data and as text."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.common import command_of
 from eval.report.differences import contrasts, long_table
-from eval.report.measured import EVALUATIONS
-from eval.report.runs import WITH_SE, Arm, Run
+from eval.report.runs import EVALUATIONS, WITH_SE, Arm, Run
 from eval.report.statistics import Difference, mean_sd
 from training.text import text_read
 
@@ -40,10 +41,7 @@ HEADLINES = {
 
 @dataclass
 class Cell:
-    """An arm's value: of one run, with its standard error over samples if known, or the mean and sd over seeds.
-
-    values: one per run, None where not measured.
-    """
+    """An arm's value: of one run, with its standard error if known, or mean and sd over seeds. values: one per run, or None."""
 
     value: float | str | None
     se: float | None = None
@@ -211,10 +209,7 @@ def _errors(key: str) -> list[str]:
 
 
 def scalars(results: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    """("a · b", number) of all numbers in nested dicts. Items of a list of dicts are named by their first value ("bits=8").
-
-    Left out are the dict of standard errors, `se`, and what splits up another number: `layers`, per_... and by_...
-    """
+    """("a · b", number) of all numbers in nested dicts but `se` and what splits up another number: `layers`, per_..., by_..."""
     for key, value in results.items():
         name = f"{path} · {key}" if path else str(key)
         if str(key).startswith(("per_", "by_")) or key == "layers" or (key == "se" and isinstance(value, dict)):
@@ -270,7 +265,7 @@ def _verdict(headlines: list[Difference]) -> str:
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
-        fewer = [f"n = {one.n}"] if one.n < n else []
+        fewer = [f"n = {one.n}"] * (one.n < n)
         if one.resolved:
             worse = "worse" if (one.mean > 0) == (one.better == "lower") else "better"
             clear.append(", ".join([f"{HEADLINES[one.metric]} {minus(one.text)}", worse, *fewer]))
@@ -285,6 +280,47 @@ def _verdict(headlines: list[Difference]) -> str:
 
 
 # ---------------------------------------- text
+
+
+def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
+    """Warnings for the reader, one line each. runs: also those that their arms leave out."""
+    kept = [run for arm in arms for run in arm.runs]
+    lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
+    if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
+        lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
+    if mixed := mixed_precision(kept):
+        lines.append(mixed)
+    seeds = [{run.seed for run in arm.runs} for arm in arms]
+    if any(arm.several for arm in arms) and any(of_arm != seeds[0] for of_arm in seeds):
+        lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
+    return lines
+
+
+def mixed_precision(runs: list[Run]) -> str | None:
+    """A note where `dtype=auto` meant different dtypes on the machines of the runs."""
+    dtypes = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
+    if len(dtypes) < 2:
+        return None
+    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(dtypes.items()))
+    return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
+
+
+def _notes_of(run: Run, kept: bool) -> list[str]:
+    lines, left_out = [], "" if kept else ", and left out of its arm"
+    diverged = run.diverged or (not run.finished and run.skipped > run.step)  # no loss was finite after the last logged one
+    if not (run.finished or diverged):
+        steps = f"at step {run.step:,} of {run.config['steps']:,}"
+        lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
+    wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
+    if absent := [name for name in wanted if name not in run.evals]:
+        commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
+        lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
+    if diverged:
+        lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
+    if old := [name for name, content in run.evals.items() if content.get("step", run.step) < run.step]:
+        again = f"run python -m eval.{command_of(old[0])} run={run.folder} again, with the settings in eval/{old[0]}.json"
+        lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
+    return lines
 
 
 def si(value: float) -> str:

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from eval.report import __main__ as report
-from eval.report.gallery import drawn_by
-from eval.report.notes import notes
-from eval.report.page import compared
+from eval.report.page import compared, drawn_by
 from eval.report.runs import Arm, arms_of, read_run, read_runs
-from eval.report.tables import differences, headline_table, sections, verdicts
+from eval.report.tables import differences, headline_table, notes, sections, verdicts
 from tests.eval.conftest import edit, further
 
 
