@@ -49,10 +49,7 @@ class Evaluation:
         return result_name(self.name, self.settings)
 
     def other_setting(self, had: Mapping[str, Any]) -> str | None:
-        """The first setting that `had`, the configuration of a result, has otherwise; None if all agree.
-
-        Machine and batch change no number; of a path the last part counts. What an older result lacks had its default.
-        """
+        """The first setting that `had`, of a result, has otherwise; what an older result lacks had its default."""
         before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
         if self.name == "harness" and set(now.get("tasks", ())) <= set(before.get("tasks", ())):
             before |= {key: now.get(key) for key in ("tasks", "include_path")}  # it may have tasks of other commands

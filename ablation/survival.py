@@ -5,7 +5,7 @@
 Reads the runs of an ablation trained with needle_every=N, from their folders or their records. For each arm: the Kaplan-Meier
 estimate (1958) of the share of runs that have not reached a needle accuracy, with Greenwood's 95 % interval on the scale
 log(-log S), and the log-rank test against the first arm of its point, with Holm's correction; the experiment's `pairs` are
-tested in the same way (docs/METHODS.md, 8.3). Writes survival.json, survival.md and figures/survival.png.
+tested in the same way (docs/METHODS.md, 7.12). Writes survival.json, survival.md and figures/survival.png.
 """
 
 import math

@@ -189,16 +189,15 @@ BUCKET_COLOURS = {"first": "#D5D9DF", "before": "#E69F00", "answer": "#0072B2", 
 BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: names
 
 
-def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
+def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
     """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
-    readings = tuple(reading for reading in readings if results.get(reading))
+    readings = list(filter(results.get, READINGS))
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
             ax.set_title(f"{title} · {reading}")
-        columns = 3 if len(readings) == 1 else 5
         legend = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(*legend, loc="outside lower center", ncols=columns, columnspacing=1)
+        axes[0, 0].figure.legend(*legend, loc="outside lower center", ncols=3 if len(readings) == 1 else 5, columnspacing=1)
 
 
 def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
@@ -240,9 +239,7 @@ def main(cfg: AttentionNoiseConfig) -> None:
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
-    common.write_result(
-        run, cfg, name, results, lines(results, cfg), lambda path, results, title, _: draw(path, results, title)
-    )
+    common.write_result(run, cfg, name, results, lines(results, cfg), draw)
 
 
 if __name__ == "__main__":

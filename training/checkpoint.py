@@ -69,10 +69,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def load(
     folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None, guard: Guard | None = None
 ) -> int:
-    """Fill `model`, and the optimizers and the guard where given, from a checkpoint folder; returns its step.
-
-    Each process reads its pieces, whatever processes wrote the checkpoint; all must call it together. Nothing is filled before
-    all files are checked. ValueError if the folder is not a whole checkpoint of this model.
+    """Fill `model`, and optimizers and guard where given, from a checkpoint folder; returns its step. ValueError if it is not a
+    whole checkpoint of this model, before anything is filled. All processes must call it together.
     """
     state, weights = read_state(folder), own_weights(model)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))

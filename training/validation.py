@@ -41,10 +41,7 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
 def losses_by_kind(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
 ) -> dict[str, float | None]:
-    """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of that kind; None: no such row.
-
-    Of the rows, whose global sample numbers are `samples`, the first 32 are read. All processes must call it.
-    """
+    """loss_text and loss_retrieval in nats per token, each over the first rows (b, T), of `samples`, of that kind."""
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
     rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
     parts = [  # (rows, T) each

@@ -1,10 +1,6 @@
 """Differences between arms, from one long table (arm, point, seed, metric, value): paired, or with a pooled error.
 
-    y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
-
-`Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. Differences to the
-reference are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. With a
-covariate x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance, Fisher 1932).
+y[arm, seed] = mean[arm] + block[seed] + slope * covariate[arm, seed] + error      (docs/METHODS.md, 8.3)
 """
 
 import functools
@@ -134,10 +130,7 @@ class Model:
         return effects
 
     def summary(self) -> dict[str, Any]:
-        """The error's standard deviation with its 95 % interval, and that of the seeds' blocks.
-
-        detectable: the difference to the reference that a 5 % test of an arm with all seeds finds with 80 % power.
-        """
+        """Standard deviations of the error (with its 95 % interval) and of the seeds' blocks; `detectable`: with 80 % power."""
         n, df, sd = int(self.values[self.reference].count()), self.df, math.sqrt(self.error)
         low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
         whole = [one.se for one in self.effects.values() if one.n == n] or [one.se for one in self.effects.values()]

@@ -148,10 +148,9 @@ def compared(runs: list[Run]) -> str:
 
 def _machine(facts: dict[str, Any]) -> str:
     """The processor or card, torch and the dtype of training, as far as the first line of metrics.jsonl names them."""
-    info = facts.get("machine") or {}
-    where = info.get("gpu") if info.get("gpu") not in (None, "none") else info.get("cpu", "unknown machine")
-    more = [f"torch {info['torch']}"] if "torch" in info else []
-    return ", ".join([str(where), *more, *filter(None, [facts.get("dtype")])])
+    info = {key: value for key, value in (facts.get("machine") or {}).items() if value != "none"}
+    torch = f"torch {info['torch']}" if "torch" in info else None
+    return ", ".join(filter(None, [info.get("gpu") or info.get("cpu", "unknown machine"), torch, facts.get("dtype")]))
 
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:

@@ -241,10 +241,7 @@ def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The settings, text and shape of a result, equal in results that can be compared. What is not known is not there.
-
-    name: of the result. evaluation: its JSON. config: the configuration of its run.
-    """
+    """The settings, text and shape of a result, equal in results that can be compared. config: of the result's run."""
     results, settings = evaluation["results"], settings_of(evaluation)
     if name == "perplexity":
         frequent = (results.get("recall") or {}).get("rare_at_most")
@@ -289,10 +286,7 @@ def refuse_other_settings(runs: list[Run]) -> None:
 
 @dataclass
 class Arm:
-    """One model and its training, with one or several seeds, at one point of a grid ("" without a grid).
-
-    name: `arm` and its point. reference: the name of the arm to compare with. facts: parameters, FLOPs, shape (of an ablation).
-    """
+    """One model and its training at one point of a grid, if any. name: `arm` and point. reference: what it is compared with."""
 
     name: str
     arm: str = ""
