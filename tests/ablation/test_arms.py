@@ -94,7 +94,7 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
     for file, key, value, says in (
         ("tokenizer.json", "fingerprint", "f" * 64, "different tokenizers"),
         ("config.yaml", "data.name", "another", "different data"),
-        ("config.yaml", "data.retrieval", {"digits": 6}, "eval.needle on different"),
+        ("config.yaml", "data.retrieval", {"digits": 6}, "eval.attention_noise on different"),
         ("eval/perplexity.json", "results.sha256", "0", "eval.perplexity on different text"),
         ("eval/perplexity.json", "config.ngram", 4, "eval.perplexity on different text or settings"),
         ("eval/needle.json", "config.samples", 7, "eval.needle on different"),
