@@ -34,10 +34,11 @@ DRAWN_BEFORE = (  # the caption's name, the evaluation that drew the figures, th
 
 @dataclass
 class Image:
-    """A PNG and a description. heatmap: the dark page keeps its colours, which are a scale from dark to light."""
+    """A PNG, a description, and the arm that it is of, if one. heatmap: the dark page keeps its colours, a scale."""
 
     path: Path
     alt: str
+    arm: str = ""
     heatmap: bool = False
 
     @property
@@ -187,5 +188,5 @@ def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) ->
 def drawn_by(arms: list[Arm], evaluation: str, alt: str, heatmap: bool = False) -> list[Image]:
     """The images that the evaluation drew for the first run of each arm, if they exist."""
     first = [arm for arm in arms if arm.runs[0].results(evaluation) is not None]
-    images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", f"{alt}, {arm.name}", heatmap) for arm in first]
+    images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", alt, arm.name, heatmap) for arm in first]
     return [image for image in images if image.path.is_file()]
