@@ -27,13 +27,9 @@ from eval.viewer import ViewerConfig, viewer_of
 
 @dataclass
 class ReportConfig:
-    """runs: run folders, folders of runs, or globs, as a list or one of them. out: the page; its figures and JSON are written
-    beside it. viewer: add the attention viewer.
-    """
-
-    runs: Any = MISSING
-    out: str = "report.html"
-    viewer: bool = True
+    runs: Any = MISSING  # run folders, folders of runs, or globs, as a list or one of them
+    out: str = "report.html"  # the page; its figures and JSON are written beside it
+    viewer: bool = True  # add the attention viewer
 
 
 @command("report", ReportConfig)
@@ -41,9 +37,6 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
-    if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
-        wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
-        raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
     rows, parts = headline_table(arms), sections(arms)
@@ -61,13 +54,13 @@ def main(cfg: ReportConfig) -> None:
 
 
 def run_folders(given: list[Any]) -> list[str]:
-    """The run folders: what globs match, and the runs in a folder of runs, baselines first. A folder that is none stays."""
+    """The run folders, each once: what globs match, and the runs in a folder of runs, baselines first; what is none stays."""
     folders = []
     for name in map(str, given):
         matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(name))
         runs = {run for match in matches for run in (match, *match.glob("*")) if (run / "config.yaml").is_file()}
         folders += sorted(map(str, runs), key=lambda run: ("baseline" not in Path(run).name, run)) or [name]
-    return folders
+    return list({Path(folder).resolve(): folder for folder in folders}.values())
 
 
 def shortened(arms: list[Arm]) -> list[Arm]:

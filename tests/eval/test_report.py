@@ -87,7 +87,8 @@ def test_runs_are_read_from_a_folder_and_by_a_glob(tmp_path):
             (tmp_path / name / "config.yaml").touch()
     both = [f"{tmp_path}/x/baseline", f"{tmp_path}/x/diff"]
     assert report.run_folders([tmp_path / "x"]) == report.run_folders([f"{tmp_path}/x/*"]) == both
-    assert report.run_folders([f"{tmp_path}/y/one", f"{tmp_path}/none*"]) == [f"{tmp_path}/y/one", f"{tmp_path}/none*"]
+    twice = [f"{tmp_path}/y/one", f"{tmp_path}/none*", f"{tmp_path}/y"]
+    assert report.run_folders(twice) == [f"{tmp_path}/y/one", f"{tmp_path}/none*"]
 
 
 @pytest.mark.parametrize(
