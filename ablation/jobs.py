@@ -18,10 +18,7 @@ from training.signals import ENDING, HANGUP, REQUEUING, leave
 
 
 class Team:
-    """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint.
-
-    SIGINT and SIGTERM do so, SIGHUP if nohup does not ignore it, and SIGUSR1 and SIGUSR2 if a launcher handles them.
-    """
+    """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
 
     def __init__(self) -> None:
         self.stopping = 0  # number of the signal that stopped the team; 0: none
@@ -77,11 +74,7 @@ class Team:
 
 
 def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str, total: int) -> None:
-    """Run chains of runs, `jobs` chains at a time (None: one per GPU, one on a CPU); the runs of a chain one by one.
-
-    After a failure no further chain starts; the chains that run finish, and then the first failure is raised. A signal
-    stops all runs, and then ends this process.
-    """
+    """Run chains of runs, `jobs` chains at a time. After a failure no further one starts, and it is raised at the end."""
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
     left = [run for chain in chains for run in chain]

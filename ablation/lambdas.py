@@ -2,10 +2,8 @@
 
     python -m ablation.lambdas ablation=runs/ablate/noise [out=runs/lambdas/noise]
 
-A differential head multiplies its values with (first map - lambda * second map). With a negative lambda it adds the second
-map; with |lambda| above 1 the second map is the larger part. Reads the monitor's last reading from every run's metrics.jsonl or
-record; the runs must have been trained with monitor.every=N. V2 has a lambda for every token and head, and the reading is its
-mean. Writes lambdas.json, lambdas.md and figures/lambdas.png.
+Reads the monitor's last reading (of V2 a mean over tokens and heads) from every run's metrics.jsonl or record; the runs must
+have been trained with monitor.every=N. Writes lambdas.json, lambdas.md and figures/lambdas.png.
 """
 
 from collections.abc import Iterator
@@ -32,10 +30,7 @@ class LambdasConfig(FindingsConfig):
 
 
 def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]) -> Iterator[dict[str, Any]]:
-    """For each differential arm and layer: lambda of every run, and in how many runs it is below 0 or above 1.
-
-    arms: as in an ablation's results.json. records: by the names of the runs.
-    """
+    """For each differential arm of a results.json, and layer: lambda of every run, how many are below 0 or above 1."""
     for arm in arms:
         layers = {}
         for name in (run["run"] for run in arm["runs"]):

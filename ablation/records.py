@@ -1,8 +1,7 @@
 """A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
 
-A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it): the values of the
-configuration that decide the losses and differ from the defaults, a few of the logged losses, the last lambda by layer, and
-the results of every evaluation without long lists and values by layer.
+It has the values of the configuration that decide the losses and differ from the defaults, a few of the logged losses, the last
+lambda by layer, and the results of every evaluation without long lists and values by layer.
 """
 
 import gzip
@@ -15,8 +14,7 @@ from typing import Any
 
 from configs import flatten
 from configs.files import json_text, read_json_lines, write_atomic
-from eval.report.measured import settings_of
-from eval.report.runs import Run
+from eval.report.runs import Run, settings_of
 from model.config import decoder_config
 from training.monitor import last_lambdas
 from training.run import TrainConfig, Vocabulary, deciding

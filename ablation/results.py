@@ -27,11 +27,7 @@ class Results:
         self.fits = fit_sizes(self.comparison, self.comparison.compared[0]) if cfg.fit else None
 
     def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float] | None) -> None:
-        """Write results.json and table.md to `folder`; print the table.
-
-        missing: runs that are not finished. epochs: how often training read the prepared text; overlap: test text -> the
-        share of it that occurs in the training text; None where it is not known.
-        """
+        """Write results.json and table.md to `folder`; print the table. epochs, overlap: None where not known."""
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         comparison, tables = self.comparison, study_tables.tables
         runs = [run for arm in comparison.arms for run in arm.runs]

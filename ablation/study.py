@@ -22,8 +22,7 @@ from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task
 from eval.common import OF_A_RUN, result_name
-from eval.report.measured import settings_of
-from eval.report.runs import DIVERGED, Run, read_json, read_run
+from eval.report.runs import DIVERGED, Run, read_json, read_run, settings_of
 from eval.texts import Texts
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
@@ -50,10 +49,7 @@ class Evaluation:
         return result_name(self.name, self.settings)
 
     def other_setting(self, had: Mapping[str, Any]) -> str | None:
-        """The first setting that `had`, the configuration of a result, has otherwise; None if all agree.
-
-        Machine and batch change no number; of a path the last part counts. What an older result lacks had its default.
-        """
+        """The first setting that `had`, of a result, has otherwise; what an older result lacks had its default."""
         before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
         if self.name == "harness" and set(now.get("tasks", ())) <= set(before.get("tasks", ())):
             before |= {key: now.get(key) for key in ("tasks", "include_path")}  # it may have tasks of other commands
@@ -79,10 +75,7 @@ def read_evaluation(text: str) -> Evaluation:
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations. record: of a run that was finished elsewhere.
-
-    stale: why a record was not taken. texts: digests that all runs share.
-    """
+    """One arm at one seed. record: of a run that was finished elsewhere. stale: why a record was not taken."""
 
     arm: str
     seed: int

@@ -2,11 +2,10 @@
 
     python -m ablation.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
-Reads the runs of an ablation trained with needle_every=N, from their folders or their records (ablation=docs/results/NAME
-works, too). A run arrives at a level at its first needle check whose accuracy is at least the level; one that never arrives is
-censored at the end of its training. For each arm: the Kaplan-Meier estimate of the share of runs that have not arrived and its
-median, with 95 % intervals, and the log-rank test against the first arm of the same point of the grid, with Holm's correction;
-the experiment's `pairs` are tested in the same way. Writes survival.json, survival.md and figures/survival.png.
+Reads the runs of an ablation trained with needle_every=N, from their folders or their records. For each arm: the Kaplan-Meier
+estimate (1958) of the share of runs that have not reached a needle accuracy, with Greenwood's 95 % interval on the scale
+log(-log S), and the log-rank test against the first arm of its point, with Holm's correction; the experiment's `pairs` are
+tested in the same way (docs/METHODS.md, 7.12). Writes survival.json, survival.md and figures/survival.png.
 """
 
 import math
@@ -49,11 +48,9 @@ def arrival(checks: list[dict[str, float]], level: float) -> tuple[int, bool]:
 
 
 def kaplan_meier(runs: Arrivals) -> Row:
-    """The Kaplan-Meier estimate (1958): `share` of the runs that have not arrived, from each of `times` on.
+    """The Kaplan-Meier estimate: `share` of the runs that have not arrived, from each of `times` on, with its 95 % interval.
 
-    share_low, share_high: Greenwood's 95 % interval on the scale log(-log S) (Kalbfleisch and Prentice 1980), which is not
-    defined where the last run arrives; the upper bound then stays. median, low, high: the times at which the curve and its
-    interval cross one half (Brookmeyer and Crowley 1982), None where they do not.
+    Where the last run arrives, the upper bound stays. median, low, high: the times at which they cross one half.
     """
     arrived = [time for time, seen in runs if seen]
     row = {"n": len(runs), "arrived": len(arrived), "times": [], "share": [], "share_low": [], "share_high": []}

@@ -1,8 +1,4 @@
-"""Learning rates of every single arm: the trials to run next, and the results of the trials.
-
-The search changes one key after the other, widens a grid whose best value is at an end, and refines; docs/METHODS.md, section
-8.3, has its rules. Every arm gets the same number of trials but for such widenings, which the result names.
-"""
+"""Learning rates of every single arm: the trials to run next, and their results (docs/METHODS.md, 8.3, has the rules)."""
 
 import itertools
 import math

@@ -2,9 +2,8 @@
 
     python -m ablation.two_maps ablation=runs/ablate/NAME [share=0.8] [samples=64] [out=runs/two_maps]
 
-For each arm and checkpoint, over the arm's runs: accuracy, each map's share of mass on the distractors and the correlation of
-the two (a second map that cancels noise of the first has one), as eval.mqar measures them at one share of distractors. The runs
-must be of an ablation on data=mqar whose checkpoints were kept: 'train=["checkpoint.every=100","checkpoint.keep=0"]'.
+Accuracy, each map's share of mass on the distractors and the correlation of the two, as eval.mqar measures them at one share of
+distractors. The runs must have kept their checkpoints: 'train=["checkpoint.every=100","checkpoint.keep=0"]'.
 Writes two_maps.json, two_maps.md and figures/two_maps.png.
 """
 

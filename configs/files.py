@@ -159,10 +159,7 @@ def remove(path: Path) -> None:
 
 
 class FolderLock:
-    """The right of one process to write into a folder. ValueError if another process has the right and does `what` there.
-
-    On a file system without locks, all processes get it.
-    """
+    """The right of one process to write into a folder, for `what`; on a file system without locks, all processes get it."""
 
     def __init__(self, folder: Path, what: str) -> None:
         self._file = (folder / LOCK).open("a")

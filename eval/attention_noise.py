@@ -189,16 +189,15 @@ BUCKET_COLOURS = {"first": "#D5D9DF", "before": "#E69F00", "answer": "#0072B2", 
 BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: names
 
 
-def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
+def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
     """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
-    readings = tuple(reading for reading in readings if results.get(reading))
+    readings = list(filter(results.get, READINGS))
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
             ax.set_title(f"{title} · {reading}")
-        columns = 3 if len(readings) == 1 else 5
         legend = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(*legend, loc="outside lower center", ncols=columns, columnspacing=1)
+        axes[0, 0].figure.legend(*legend, loc="outside lower center", ncols=3 if len(readings) == 1 else 5, columnspacing=1)
 
 
 def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
@@ -216,35 +215,6 @@ def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
     ax.set_xticks(x, [f"{100 * float(depth):g} %" for depth in depths])
     ax.set(xlabel="depth of the needle", ylabel="share of attention", ylim=(min(0, 1.1 * below.min()), 1.1 * above.max()))
     ax.tick_params(axis="x", length=0)
-
-
-def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Each head's shares of absolute mass: (layers, heads) each, means over depths, NaN where a layer has fewer heads."""
-    depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
-    heads = max(map(len, next(iter(depths))["answer"]))
-    padded = [[[row + [np.nan] * (heads - len(row)) for row in mass[b]] for b in BUCKETS] for mass in depths]
-    mass = dict(zip(BUCKETS, np.mean(padded, axis=0), strict=True))  # each (layers, heads)
-    whole = sum(mass.values())
-    mass["noise"] = sum(mass[bucket] for bucket in NOISE)
-    return {name: mass[name] / whole for name in ("first", "answer", "noise")}
-
-
-def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps over layers and heads of the share of absolute mass on the first token, the answer and the noise."""
-    grids = head_shares(results)
-    layers, heads = grids["answer"].shape
-    width, height = max(2.6, 0.9 + 0.42 * min(heads, 24)), max(2.6, 1.5 + 0.42 * min(layers, 24))
-    with figure(path, len(grids) * width + 0.8, height, columns=len(grids), grid="") as axes:
-        for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
-            image = ax.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-            ax.set(title=BUCKET_LABELS.get(name, name), xlabel="head", ylabel="layer" if name == "first" else "")
-            ax.set_xticks(range(0, heads, 1 + heads // 9))
-            ax.set_yticks(range(0, layers, 1 + layers // 13))
-            ax.tick_params(length=0)
-            ax.spines[:].set_visible(False)
-        bar = axes[0, -1].figure.colorbar(image, ax=axes[0].tolist(), ticks=(0, 0.5, 1), label="share", pad=0.01)
-        bar.outline.set_visible(False)
-        axes[0, 0].figure.suptitle(f"{title} · absolute mass by layer and head", x=0.01, ha="left", fontsize=12)
 
 
 def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
@@ -269,9 +239,7 @@ def main(cfg: AttentionNoiseConfig) -> None:
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
-    common.write_result(
-        run, cfg, name, results, lines(results, cfg), lambda path, results, title, _: draw(path, results, title)
-    )
+    common.write_result(run, cfg, name, results, lines(results, cfg), draw)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Writes eval/needle.json and figures/needle.png; for a given text, as eval.perple
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,40 +96,23 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def over_seeds(cells: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
-    """Mean accuracy of the same cells of each seed, and its standard error: over seeds, or over contexts for one seed.
-
-    Cells of one seed share its model, so they are averaged before the error over seeds is computed.
-    """
-    means = [summary(seed) for seed in cells]
-    accuracy, se = mean_se([mean["accuracy"] for mean in means])
-    return {"accuracy": accuracy, "se": se if len(means) > 1 else means[0]["se"]}
-
-
-def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
-    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, mean over depths below.
-
-    seeds: the results of one run, or of the runs of one arm.
-    """
-    results = seeds[0]
+def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
+    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, mean over depths below."""
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths, depths = (len({cell[key] for cell in results["cells"]}) for key in ("length", "depth"))
     height = 2.2 + 0.5 * depths
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
-            heatmap(ax, [cells_of(one["cells"], needles, asked) for one in seeds], results.get("context"))
+            heatmap(ax, cells_of(results["cells"], needles, asked), results.get("context"))
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) -> None:
+def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
     """Accuracy and its standard error by length and depth, for the cells of one (N, R); * marks more than the context."""
-    lengths, depths = (sorted({cell[key] for cell in seeds[0]}) for key in ("length", "depth"))
+    lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
     for position, chosen in zip(y, [*([depth] for depth in depths), depths], strict=True):
-        row = [
-            over_seeds([[c for c in cells if c["length"] == length and c["depth"] in chosen] for cells in seeds])
-            for length in lengths
-        ]
+        row = [summary([cell for cell in cells if cell["length"] == n and cell["depth"] in chosen]) for n in lengths]
         extent = (-0.5, len(lengths) - 0.5, position + 0.5, position - 0.5)
         values = np.array([[cell["accuracy"] for cell in row]])
         image = ax.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto", extent=extent)
@@ -140,7 +122,7 @@ def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) ->
             if not math.isnan(cell["se"]):
                 ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
     longer = [length > (context or length) for length in lengths]
-    label = f"context (tokens); n = {seeds[0][0]['samples']} a cell, ± standard error"
+    label = f"context (tokens); n = {cells[0]['samples']} a cell, ± standard error"
     ax.set_xlabel(label + "\n* longer than in training" * any(longer), fontsize=9.5)
     ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")
     ax.set_xticks(range(len(lengths)), [f"{n:,}" + "*" * more for n, more in zip(lengths, longer, strict=True)])
@@ -177,7 +159,7 @@ def main(cfg: NeedleConfig) -> None:
     name, about = common.claim_result("needle", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
     lines = [line(pair, cells_of(results["cells"], pair["needles"], pair["asked"])) for pair in results["pairs"]]
-    common.write_result(run, cfg, name, results, lines, lambda path, results, title, _: draw(path, [results], title))
+    common.write_result(run, cfg, name, results, lines, draw)
 
 
 if __name__ == "__main__":

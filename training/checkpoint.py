@@ -69,10 +69,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def load(
     folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None, guard: Guard | None = None
 ) -> int:
-    """Fill `model`, and the optimizers and the guard where given, from a checkpoint folder; returns its step.
-
-    Each process reads its pieces, whatever processes wrote the checkpoint; all must call it together. Nothing is filled before
-    all files are checked. ValueError if the folder is not a whole checkpoint of this model.
+    """Fill `model`, and optimizers and guard where given, from a checkpoint folder; returns its step. ValueError if it is not a
+    whole checkpoint of this model, before anything is filled. All processes must call it together.
     """
     state, weights = read_state(folder), own_weights(model)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
@@ -88,10 +86,7 @@ def load(
 
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
-    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints).
-
-    say: print one warning if an older checkpoint is used. resumes: the caller trains this run, and may start it again.
-    """
+    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints)."""
     errors: list[ValueError] = []
     for folder in reversed(checkpoints(run_dir)):
         try:

@@ -1,7 +1,4 @@
-"""Skips updates whose loss or gradient norm is not finite, and logs them.
-
-On a GPU the device skips an update without waiting for the host, which reads the reasons later.
-"""
+"""Skips updates whose loss or gradient norm is not finite; on a GPU without waiting for the host, which reads why later."""
 
 import math
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """The monitor: logs lambda, gates, path weights and statistics of attention maps while a model trains.
 
 It reads a few layers on a small batch of validation text, always the same, and changes nothing of training. metrics.jsonl then
-has `monitor/layer_I/NAME`, `monitor/mean/NAME` and `monitor/std/NAME` over the layers, and `monitor_s`, the seconds that the
-reading took. docs/METHODS.md defines the names.
+has `monitor/layer_I/NAME`, `monitor/mean/NAME`, `monitor/std/NAME` and the seconds `monitor_s` (docs/METHODS.md, 7.10).
 """
 
 import math

@@ -108,10 +108,7 @@ class Share:
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz: each matrix of x (matrices, m, n) with the same singular vectors, but singular values of about 1.
-
-    Every product is rounded to the dtype of x, also where it is computed in float32 because bfloat16 is slow.
-    """
+    """Newton-Schulz: each matrix of x (matrices, m, n) with singular values of about 1; products are rounded to x's dtype."""
     a, b, c = coefficients
     rounded_to, x = x.dtype, x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
     if x.dtype == torch.bfloat16 and slow_bfloat16(x.device):

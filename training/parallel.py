@@ -1,8 +1,4 @@
-"""How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
-
-The engines are torch's DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch FSDP,
-arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, the micro batch.
-"""
+"""How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2)."""
 
 import contextlib
 import inspect
@@ -77,9 +73,8 @@ def compile_steps(model: nn.Module) -> nn.Module:
 class Parallel:
     """`model` on all processes of `world`, on their devices; `net` is what a training step calls.
 
-    kind: ddp (every process holds a whole copy), fsdp (split over all processes) or hsdp (each group of `shard` processes
-    holds one copy, split over the group; None: the processes of one machine). Optimizers must be built afterwards: splitting
-    replaces the parameters.
+    kind, shard: as parallel and shard_processes of TrainConfig. Optimizers must be built afterwards: splitting replaces the
+    parameters.
     """
 
     def __init__(self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False):

@@ -139,10 +139,7 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
 
 
 def default_run_dir(cfg: TrainConfig) -> Path:
-    """runs/NAME, the same on every rank: the experiment, the model, the overrides (in a sweep: the swept ones), and the seed.
-
-    A hash stands for the end of a long name. hydra.sweep.dir= takes the place of `runs`.
-    """
+    """runs/NAME, the same on every rank: experiment, model, overrides (in a sweep: those that it varies), seed."""
     hydra = HydraConfig.get()
     choices, swept = hydra.runtime.choices, swept_keys()
     parts = [choices[group] for group in ("experiment", "model") if choices.get(group)]
@@ -169,10 +166,7 @@ def _shortest(key: str, cfg: Any) -> str:
 
 
 class Run:
-    """The folder of a run, opened by all processes together; `first` is the next step to train.
-
-    If a new run fails before its first step, nothing is left of its folder.
-    """
+    """The folder of a run, opened by all processes together (gone if a new run fails at once). first: the next step."""
 
     def __init__(
         self, cfg: TrainConfig, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World

@@ -28,11 +28,7 @@ Pieces = tuple[Tensors, dict[str, str] | None]  # what a process writes into a f
 
 
 class Saver:
-    """Writes checkpoints of `model` and `optimizers` into `run_dir`/checkpoints. All processes call its methods together.
-
-    A folder gets the name step_NNNNNNNN when it is whole. Every process writes its pieces of split tensors, the main process
-    all other tensors.
-    """
+    """Writes checkpoints into `run_dir`/checkpoints, named when they are whole. All processes call its methods together."""
 
     def __init__(
         self, run_dir: Path, cfg: CheckpointConfig, model: Decoder, optimizers: list[torch.optim.Optimizer], world: World
@@ -44,10 +40,7 @@ class Saver:
         self.writing: Future | None = None
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of `step`, or with `cfg.background` begin to; then delete old ones. guard: state of a Guard.
-
-        Diverged for a tensor that is not finite, ValueError if a file cannot be written, both on all processes.
-        """
+        """Write the checkpoint of `step`, or with `cfg.background` begin to; then delete old ones. guard: state of a Guard."""
         self.finish()
         tensors = {"model": checkpoint.own_weights(self.model), "optimizer": state_tensors(self.optimizers)}
         if bad := checkpoint.not_finite(tensors["model"] | tensors["optimizer"]):

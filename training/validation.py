@@ -1,7 +1,4 @@
-"""What training measures beside its loss: the loss on validation text and by kind of document, and needles in text.
-
-None of it changes training: no gradient, no random number of its generators.
-"""
+"""What training measures, unchanged by it, beside its loss: loss on validation text and by kind of document, and needles."""
 
 import numpy as np
 import torch
@@ -44,10 +41,7 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
 def losses_by_kind(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
 ) -> dict[str, float | None]:
-    """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of that kind; None: no such row.
-
-    Of the rows, whose global sample numbers are `samples`, the first 32 are read. All processes must call it.
-    """
+    """loss_text and loss_retrieval in nats per token, each over the first rows (b, T), of `samples`, of that kind."""
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
     rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
     parts = [  # (rows, T) each
@@ -65,10 +59,7 @@ def losses_by_kind(
 
 
 class NeedleProbe:
-    """`read()` asks `model` one question in each of `samples` contexts, which are as long as the training context.
-
-    Always the same questions, worded as the retrieval documents of training, with cities and numbers of the evaluation split.
-    """
+    """`read()` asks `model` one question, always the same, in each of `samples` contexts as long as the training context."""
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
         if not isinstance(windows, Windows):

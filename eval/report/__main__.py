@@ -2,9 +2,8 @@
 
     python -m eval.report runs=[runs/A,runs/B] out=report.html [viewer=false]
 
-Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
-paired differences to the first arm with 95 % intervals. Beside the page lie its figures (figures/*.png), its numbers (the
-same name with .json), its tables (.md) and the attention viewer (..._viewer.html).
+Runs that differ in their seed alone are one arm, with paired differences to the first arm. Beside the page lie its figures
+(figures/*.png), its numbers (the same name with .json), its tables (.md) and the attention viewer (..._viewer.html).
 """
 
 import glob
@@ -19,25 +18,18 @@ from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
 from eval.report.figures import short_labels
-from eval.report.gallery import draw_report
-from eval.report.notes import notes
-from eval.report.page import Content, page
+from eval.report.page import Content, draw_report, page
 from eval.report.runs import Arm, arms_of, read_runs
-from eval.report.sections import sections
 from eval.report.statistics import PAIRED, Difference
-from eval.report.tables import difference_lines, differences, headline_table, markdown, report_lines, verdicts
+from eval.report.tables import difference_lines, differences, headline_table, markdown, notes, report_lines, sections, verdicts
 from eval.viewer import ViewerConfig, viewer_of
 
 
 @dataclass
 class ReportConfig:
-    """runs: run folders, folders of runs, or globs, as a list or one of them. out: the page; its figures and JSON are written
-    beside it. viewer: add the attention viewer.
-    """
-
-    runs: Any = MISSING
-    out: str = "report.html"
-    viewer: bool = True
+    runs: Any = MISSING  # run folders, folders of runs, or globs, as a list or one of them
+    out: str = "report.html"  # the page; its figures and JSON are written beside it
+    viewer: bool = True  # add the attention viewer
 
 
 @command("report", ReportConfig)
@@ -45,9 +37,6 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
-    if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
-        wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
-        raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
     rows, parts = headline_table(arms), sections(arms)
@@ -60,18 +49,18 @@ def main(cfg: ReportConfig) -> None:
     write_json(out.with_suffix(".json"), as_json(content))
     write_atomic(out.with_suffix(".md"), as_markdown(content).encode())
     write_atomic(out, page(content, out).encode())
-    print_report(content)
+    print("\n".join([*content.verdicts, "", as_markdown(content), *(f"note: {remark}" for remark in content.notes)]))
     print(f"report  {out} (runs: {len(runs)}, arms: {len(arms)}, figures: {len(content.figures)})")
 
 
 def run_folders(given: list[Any]) -> list[str]:
-    """The run folders: what globs match, and the runs in a folder of runs, baselines first. A folder that is none stays."""
+    """The run folders, each once: what globs match, and the runs in a folder of runs, baselines first; what is none stays."""
     folders = []
     for name in map(str, given):
         matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(name))
         runs = {run for match in matches for run in (match, *match.glob("*")) if (run / "config.yaml").is_file()}
         folders += sorted(map(str, runs), key=lambda run: ("baseline" not in Path(run).name, run)) or [name]
-    return folders
+    return list({Path(folder).resolve(): folder for folder in folders}.values())
 
 
 def shortened(arms: list[Arm]) -> list[Arm]:
@@ -116,13 +105,8 @@ def _difference(one: Difference) -> dict[str, Any]:
     return one.numbers(*PAIRED) | names | {"seeds": list(one.by_seed), "differences": list(one.by_seed.values())}
 
 
-def full_names(arms: list[Arm]) -> list[str]:
-    """Lines that say which run a short name stands for."""
-    return [f"{arm.name}: {arm.runs[0].label}" for arm in arms if not arm.several and arm.name != arm.runs[0].label]
-
-
 def as_markdown(content: Content) -> str:
-    """The tables. Names are never markup."""
+    """The tables, and which run a short name stands for. Names are never markup."""
     arms, head = content.arms, f"difference to {content.arms[0].name} [95 % interval]"
     tables = report_lines(arms, content.rows), difference_lines(arms, content.rows, content.contrasts, head)
 
@@ -130,13 +114,8 @@ def as_markdown(content: Content) -> str:
         return html.escape(text, quote=False).replace("|", "\\|")
 
     parts = [markdown([[plain(cell) for cell in line] for line in lines]) for lines in tables if lines]
-    return "\n".join([*parts, *(f"- {plain(line)}\n" for line in full_names(arms))])
-
-
-def print_report(content: Content) -> None:
-    print("\n".join([*content.verdicts, "", as_markdown(content)]))
-    for remark in content.notes:
-        print(f"note: {remark}")
+    short = [(arm.name, arm.runs[0].label) for arm in arms if not arm.several and arm.name != arm.runs[0].label]
+    return "\n".join([*parts, *(f"- {plain(f'{name}: {label}')}\n" for name, label in short)])
 
 
 if __name__ == "__main__":

@@ -26,11 +26,8 @@ class Comparison:
     """metrics: name -> metric path (Run.value). compared: those whose differences are tested, by default the first.
 
     parts: name -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
-    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
-
-    table: as `long_table`. values: (metric, arm) -> one per seed. differences: (metric, arm) -> less the reference, paired by
-    seed. models: metric -> point -> Model. effects: their differences to the reference, and pairs: those of parts; metrics
-    there end with their kind.
+    compared at equal FLOPs. covariate: a compared metric, at whose equal values arms are also compared in the other metrics.
+    effects: the models' differences to the reference; pairs: those of parts. Their metrics end with their kind.
     """
 
     arms: list[Arm]
@@ -157,10 +154,7 @@ def profile(arms: list[Arm], path: str, parts: Mapping[str, Sequence[str]]) -> C
 
 
 def at_equal_flops(arms: list[Arm], table: pd.DataFrame) -> pd.DataFrame:
-    """The table's values after as many training FLOPs as the arm's reference has used at the same point.
-
-    A value lies between the arm's two nearest numbers of tokens, on a straight line in their logarithm, or is missing.
-    """
+    """The table's values after as many training FLOPs as the arm's reference has used, linear in log tokens, or missing."""
     rows, by_name = [], {arm.name: arm for arm in arms}
     for (metric, values), arm in itertools.product(by_seed(table, "metric"), arms):
         points = {trained_tokens(one): values[one.name] for one in arms if one.arm == arm.arm and one.name in values}
@@ -181,8 +175,7 @@ def _between(points: Mapping[float, pd.Series], arm: Arm, reference: Arm) -> pd.
 def fit_sizes(comparison: Comparison, metric: str) -> dict[str, Any]:
     """loss = a N^-b for each arm, one fit per seed, with N parameters without embeddings; means and intervals.
 
-    size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
-    mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
+    size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size, divided by that size.
     """
     arms, laws, sizes = comparison.arms, {}, {}
     values = dict(by_seed(comparison.table, "metric")).get(metric, pd.DataFrame())

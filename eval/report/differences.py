@@ -1,10 +1,6 @@
 """Differences between arms, from one long table (arm, point, seed, metric, value): paired, or with a pooled error.
 
-    y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
-
-`Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. Differences to the
-reference are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. With a
-covariate x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance, Fisher 1932).
+y[arm, seed] = mean[arm] + block[seed] + slope * covariate[arm, seed] + error      (docs/METHODS.md, 8.3)
 """
 
 import functools
@@ -103,10 +99,7 @@ class Model:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
     def less(self, arm: str, other: str, **place: str) -> Difference | None:
-        """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
-
-        p_alone: of the paired t test. p_welch: of Welch's test (1947), where the arms differ in their spread.
-        """
+        """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences."""
         alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
         place |= self.place | {"arm": arm, "reference": other}
         one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
@@ -137,10 +130,7 @@ class Model:
         return effects
 
     def summary(self) -> dict[str, Any]:
-        """The error's standard deviation with its 95 % interval, and that of the seeds' blocks.
-
-        detectable: the difference to the reference that a 5 % test of an arm with all seeds finds with 80 % power.
-        """
+        """Standard deviations of the error (with its 95 % interval) and of the seeds' blocks; `detectable`: with 80 % power."""
         n, df, sd = int(self.values[self.reference].count()), self.df, math.sqrt(self.error)
         low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
         whole = [one.se for one in self.effects.values() if one.n == n] or [one.se for one in self.effects.values()]
@@ -159,10 +149,7 @@ def welch_p(one: pd.Series, other: pd.Series) -> float | None:
 
 
 def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Estimates, covariance, error s_e^2 and the ratio s_b^2 / s_e^2 of highest restricted likelihood (docs/METHODS.md, 8.3).
-
-    The ratio is 0 or one of R on a logarithmic grid with steps of 6 %, computed at once.
-    """
+    """Estimates, covariance, s_e^2 and the ratio s_b^2 / s_e^2, of R on a grid with steps of 6 %, of highest likelihood."""
     ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
     spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
     weights = (ratios[:, None] / (1 + spread))[:, None]  # (R, 1, seeds)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval import perplexity
 from eval.common import GREY, INK, Axes, figure
 from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import LEVEL, Difference
@@ -30,31 +29,20 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
     return pd.Series(values).rolling(2 * (window // 2) + 1, center=True, min_periods=1).mean().to_numpy()
 
 
-def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
-    """Draw the mean of an arm's curves, with the options `look`, and the band from the lowest to the highest; returns the mean.
-
-    All curves are interpolated to the x of the first, as far as all of them reach.
-    """
+def band(ax: Axes, arm: Arm, curves: list[Curve]) -> np.ndarray:
+    """Draw the mean of an arm's curves, at the x of the first that all reach, and their range; returns the mean."""
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
     y = np.stack([np.interp(x, *curve) for curve in curves])  # (seeds, points)
     label = f"{arm.name} (n = {len(curves)})" if arm.several else arm.name
-    look = {"color": arm.colour, "linestyle": arm.line, "label": label, **look}
-    ax.plot(x, y.mean(0), **look)
+    ax.plot(x, y.mean(0), color=arm.colour, linestyle=arm.line, linewidth=1.5, label=label)
     if len(curves) > 1:
-        ax.fill_between(x, y.min(0), y.max(0), color=look["color"], alpha=0.22, linewidth=0)
+        ax.fill_between(x, y.min(0), y.max(0), color=arm.colour, alpha=0.22, linewidth=0)
     return y.mean(0)
 
 
 def slug(text: str) -> str:
     return re.sub(r"[^\w.=-]+", "_", text)
-
-
-def _legend_below(ax: Axes, columns: int) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    if handles:
-        place = {"loc": "outside lower center", "columnspacing": 1, "handlelength": 1.4}
-        ax.figure.legend(handles, labels, ncols=min(columns, len(labels)), **place)
 
 
 def _frame(ax: Axes, shown: list[float]) -> None:
@@ -82,7 +70,7 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
             runs = [run for run in arm.runs if run.train]
             if not runs:
                 continue
-            mean = band(ax, arm, [_training_curve(run, key) for run in runs], linewidth=1.5)
+            mean = band(ax, arm, [_training_curve(run, key) for run in runs])
             by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in runs]
             common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
             dots = [float(np.mean([losses[tokens] for losses in by_seed])) for tokens in common]
@@ -92,65 +80,12 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
         ax.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
         if any(run.val for arm in arms for run in arm.runs):
             ax.plot([], [], "o", color=INK, markersize=5, label="validation")
-        _legend_below(ax, 3)
+        ax.figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handlelength=1.4)
 
 
 def _training_curve(run: Run, key: str) -> Curve:
     lines = [line for line in run.train if key in line]
     return np.array([line["tokens"] for line in lines]) / 1e6, smooth([line[key] for line in lines], len(lines) // 40)
-
-
-def draw_positions(path: Path, arms: list[Arm]) -> None:
-    """Loss by position in the window; means and ranges over seeds."""
-    with figure(path, 4.6, 3.7) as axes:
-        ax = axes[0, 0]
-        for arm in arms:
-            curves = [perplexity.position_buckets(np.array(of["by_position"])) for of in arm.results("perplexity")]
-            band(ax, arm, curves, marker="o", markersize=3.5)
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        ax.set(xlabel="position in the window (tokens)", ylabel="loss (nats per token)")
-        if len(arms) > 1:
-            ax.legend()
-
-
-# ---------------------------------------- attention
-
-
-# The weights that an arm's layers give to their maps: pattern of the keys of training/monitor.py, label of the axis.
-WEIGHTS = (
-    (r"monitor/(layer)_(\d+)/lambda", "lambda"),
-    (r"monitor/(layer)_(\d+)/gate", "gate"),
-    (r"monitor/mean/(path)_(\d+)", "path weight, mean over layers"),
-)
-
-
-def weight_curves(arm: Arm) -> tuple[dict[str, str], str]:
-    """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); ({}, "") without such keys."""
-    common = set.intersection(*({key for line in run.monitor for key in line} for run in arm.runs))
-    for pattern, label in WEIGHTS:
-        matches = [match for key in common if (match := re.fullmatch(pattern, key))]
-        if matches:
-            matches.sort(key=lambda match: int(match[2]))
-            return {f"{match[1]} {match[2]}": match[0] for match in matches}, label
-    return {}, ""
-
-
-def draw_weights(path: Path, arm: Arm) -> None:
-    """lambda, gate or path weights of an arm against tokens, one line for each layer or path; means and ranges over seeds."""
-    import matplotlib
-
-    keys, label = weight_curves(arm)
-    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(keys))))  # no extreme shades
-    with figure(path, 4.4, 3.6) as axes:
-        ax = axes[0, 0]
-        for (name, key), shade in zip(keys.items(), shades, strict=False):
-            of_runs = [[(line["tokens"] / 1e6, line[key]) for line in run.monitor if key in line] for run in arm.runs]
-            curves = [tuple(np.array(lines).T) for lines in of_runs]
-            band(ax, arm, curves, color=shade, linestyle="-", label=name, marker="o", markersize=2.5)
-        ax.set(xlabel="training tokens (millions)", ylabel=label, title=arm.title)
-        ax.margins(y=0.12)
-        _legend_below(ax, 4)
 
 
 # ---------------------------------------- differences
@@ -244,10 +179,7 @@ def draw_gap(path: Path, arms: list[Arm], effects: Sequence[Difference], ylabel:
 
 
 def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
-    """What each part gives, a row per part and a panel per metric (title -> paired differences, corrected over the panel).
-
-    A row is coloured where p after Holm's correction is below 5 %.
-    """
+    """What each part gives, a row per part and a panel per metric; coloured where p after Holm's correction is below 5 %."""
     rows = list(dict.fromkeys(one.part for of_panel in panels.values() for one in of_panel))
     with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
         for ax, (metric, of_panel) in zip(axes[0], panels.items(), strict=True):

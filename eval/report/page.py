@@ -1,8 +1,9 @@
-"""The report's HTML page: one file that carries its style and its images."""
+"""The report's HTML page: one file that carries its style and its images, which templates/captions.html explains."""
 
 import base64
 import os
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,18 +12,54 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from configs.files import naming
 from configs.provenance import ROOT, version
 from eval.common import command_of
-from eval.report.gallery import Figure, drawn_by
-from eval.report.runs import Arm, Run, text_named
-from eval.report.sections import Section
+from eval.report import figures
+from eval.report.runs import Arm, Run, text_named, text_of
 from eval.report.statistics import Difference
-from eval.report.tables import HEADLINES, Row, minus, si
+from eval.report.tables import HEADLINES, Row, Section, held_out, minus, si, trained_on
 from training.text import text_read
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}
 SHOWN = 3  # rows of a group that are not folded, or the main numbers
+SCALE = 96 / 160  # CSS pixels of a pixel: eval.common.figure has 160 to the inch
+DRAWN_BEFORE = (  # the caption's name, the evaluation that drew the figures, their group, their description
+    ("positions", "perplexity", "Loss", "Curves of loss against position in the window"),
+    ("needle", "needle", "Retrieval", "Heatmap of needle accuracy by depth and context length"),
+    ("where", "attention_noise", "Attention", "Bars of five attention buckets by depth"),
+)
+
+
+@dataclass
+class Image:
+    """A PNG, a description, and the arm that it is of, if one. heatmap: the dark page keeps its colours, a scale."""
+
+    path: Path
+    alt: str
+    arm: str = ""
+    heatmap: bool = False
+
+    @property
+    def content(self) -> bytes:
+        with naming(self.path):
+            return self.path.read_bytes()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in CSS pixels, so that a figure keeps its size."""
+        return tuple(round(side * SCALE) for side in struct.unpack(">II", self.content[16:24]))  # the PNG header
+
+
+@dataclass
+class Figure:
+    """Images under one caption. name: of its caption, which reads `facts`. group: of the page's table it stands below."""
+
+    name: str
+    group: str
+    images: list[Image]
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,13 +149,44 @@ def compared(runs: list[Run]) -> str:
 
 def _machine(facts: dict[str, Any]) -> str:
     """The processor or card, torch and the dtype of training, as far as the first line of metrics.jsonl names them."""
-    info = facts.get("machine") or {}
-    where = info.get("gpu") if info.get("gpu") not in (None, "none") else info.get("cpu", "unknown machine")
-    more = [f"torch {info['torch']}"] if "torch" in info else []
-    return ", ".join([str(where), *more, *filter(None, [facts.get("dtype")])])
+    info = {key: value for key, value in (facts.get("machine") or {}).items() if value != "none"}
+    torch = f"torch {info['torch']}" if "torch" in info else None
+    return ", ".join(filter(None, [info.get("gpu") or info.get("cpu", "unknown machine"), torch, facts.get("dtype")]))
 
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:
     texts = {text_named(run, section.name) for arm in arms for run in arm.runs if section.name in run.evals}
     images = drawn_by(arms, section.name, section.title)
     return {"command": command_of(section.name), "texts": sorted(filter(None, texts)), "images": images}
+
+
+def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) -> list[Figure]:
+    """The figures over all arms, drawn into `folder`, and those that evaluations drew of the first run of each arm."""
+    drawn, several = [], any(arm.several for arm in arms)
+    panels = {name: [one for one in differences if one.metric == name] for name in HEADLINES}
+    panels = {name: of_name for name, of_name in panels.items() if any(one.n > 1 for one in of_name)}
+    if panels:
+        image = Image(folder / "differences.png", "Paired differences to the first arm with 95 % intervals")
+        figures.draw_differences(image.path, arms, panels)
+        drawn.append(Figure("differences", "", [image], {"reference": arms[0].name}))
+    if trained := [arm for arm in arms if any(run.train for run in arm.runs)]:
+        image = Image(folder / "loss.png", "Curves of training and validation loss against tokens for each arm")
+        figures.draw_losses(image.path, trained)
+        text_only = figures.training_loss(trained) == "loss_text"
+        facts = {"lines": "the text among the training samples" if text_only else trained_on(trained)}
+        facts["dots"] = any(run.val for arm in trained for run in arm.runs) and held_out(trained[0].runs[0])
+        facts["seeds"] = sorted({len(arm.runs) for arm in trained}) if several else []
+        drawn.append(Figure("loss", "Loss", [image], facts))
+    for name, evaluation, group, alt in DRAWN_BEFORE:
+        if images := drawn_by(arms, evaluation, alt, heatmap=evaluation == "needle"):
+            first = next(arm.runs[0] for arm in arms if arm.runs[0].results(evaluation))
+            facts = {"results": first.results(evaluation), "text": text_of(first, evaluation), "several": several}
+            drawn.append(Figure(name, group, images, facts))
+    return drawn
+
+
+def drawn_by(arms: list[Arm], evaluation: str, alt: str, heatmap: bool = False) -> list[Image]:
+    """The images that the evaluation drew for the first run of each arm, if they exist."""
+    first = [arm for arm in arms if arm.runs[0].results(evaluation) is not None]
+    images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", alt, arm.name, heatmap) for arm in first]
+    return [image for image in images if image.path.is_file()]

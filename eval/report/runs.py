@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, command_of, given_input, run_name, variant
-from eval.report.measured import EVALUATIONS, measured
+from eval.common import INK, INPUTS, colour, command_of, given_input, run_name, variant
+from eval.needle_text import trained_digits
 from eval.report.statistics import spikes
 from training.run import deciding
 from training.text import text_read
 
+EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
+NO_MATTER = ("device", "batch", "name", "ngram")  # settings that change no number; ngram was always 2
+# Counts and digests in results. What older code did not record is not compared.
+RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
@@ -67,9 +71,7 @@ class Run:
 
     @property
     def spikes(self) -> int:
-        if "spikes" in self.counted:
-            return self.counted["spikes"]
-        return spikes([line["loss"] for line in self.train])
+        return self.counted["spikes"] if "spikes" in self.counted else spikes([line["loss"] for line in self.train])
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -169,7 +171,7 @@ def read_run(folder: Path) -> Run:
         variant=variant(config),
         config=config,
         facts=lines[0] if lines else {},
-        evals={name: evals[name] for name in ordered(evals)},
+        evals=evals,
         **{name: [line for line in lines if key in line] for name, key in LINES_WITH.items()},
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
@@ -181,8 +183,6 @@ def read_runs(folders: list[str]) -> list[Run]:
     """Read the runs, refuse those that cannot be compared, and give each a label."""
     if not folders:
         raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
-    if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise ValueError("runs= has a folder twice: name each folder once")
     runs = [read_run(Path(folder)) for folder in folders]
     refuse_other_data(runs)
     refuse_other_shards(runs)
@@ -193,19 +193,10 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
-    """The name of each run folder, with as many parents as folders of one name differ in."""
-    paths = [Path(folder).resolve().parts for folder in folders]
-
-    def label(parts: tuple[str, ...]) -> str:
-        ends = (parts[-count:] for count in range(1, len(parts) + 1))
-        return "/".join(next((end for end in ends if sum(path[-len(end) :] == end for path in paths) == 1), parts))
-
-    return list(map(label, paths))
-
-
-def ordered(names: Iterable[str]) -> list[str]:
-    """The names of evaluations, each once, those that are wanted of every run first."""
-    return sorted(dict.fromkeys(names), key=lambda name: EVALUATIONS.index(name) if name in EVALUATIONS else len(EVALUATIONS))
+    """The name of each run folder; where two have one name, every path below the folder that has them all."""
+    paths = [Path(folder).resolve() for folder in folders]
+    names, common = [path.name for path in paths], os.path.commonpath([path.parent for path in paths])
+    return names if len(set(names)) == len(names) else [str(path.relative_to(common)) for path in paths]
 
 
 def text_named(run: Run, name: str) -> str | None:
@@ -241,6 +232,39 @@ def refuse_other_shards(runs: list[Run]) -> None:
             raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
 
 
+def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
+    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
+    return given | {key: Path(given[key]).name for key in (*INPUTS, "include_path") if key in given}
+
+
+def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The settings, text and shape of a result, equal in results that can be compared. config: of the result's run."""
+    results, settings = evaluation["results"], settings_of(evaluation)
+    if name == "perplexity":
+        frequent = (results.get("recall") or {}).get("rare_at_most")
+        known = {"text": results.get("sha256", ""), "ngram": settings.get("ngram", 2), "frequent": frequent}
+    elif name in EVALUATIONS:
+        given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples")}
+        given["digits"] = trained_digits(config)  # of the numbers to find
+        known = _shape(results) | {"settings": given, "windows": settings.get("windows")}
+    else:
+        given = {key: value for key, value in settings.items() if key not in NO_MATTER}
+        known = _shape(results) | {"settings": given | {key: sorted(given[key]) for key in ("tasks",) if key in given}}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _shape(results: dict[str, Any]) -> dict[str, Any]:
+    shape: dict[str, Any] = {key: results.get(key) for key in RECORDED}
+    if "cells" in results:
+        shape["cells"] = [[cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
+    if isinstance(absolute := results.get("absolute"), dict):
+        shape["depths"] = list(absolute.get("depths", ()))
+    if isinstance(shots := results.get("shots"), list):
+        shape["shots"] = [row.get("shots") for row in shots]
+    return shape | {f"documents of {task}": about.get("sha256") for task, about in results.get("per_task", {}).items()}
+
+
 def refuse_other_settings(runs: list[Run]) -> None:
     """ValueError where one evaluation of two runs was on different text or with different settings."""
     known: dict[tuple[str, str], tuple[Any, Run]] = {}  # (evaluation, what was measured) -> its value, the first run with it
@@ -260,10 +284,7 @@ def refuse_other_settings(runs: list[Run]) -> None:
 
 @dataclass
 class Arm:
-    """One model and its training, with one or several seeds, at one point of a grid ("" without a grid).
-
-    name: `arm` and its point. reference: the name of the arm to compare with. facts: parameters, FLOPs, shape (of an ablation).
-    """
+    """One model and its training at one point of a grid, if any. name: `arm` and point. reference: what it is compared with."""
 
     name: str
     arm: str = ""
@@ -294,10 +315,7 @@ def trained_tokens(arm: Arm) -> float:
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:
-    """Group runs that differ in their seed alone, in the order given; all arms are compared with the first arm.
-
-    An arm with finished runs leaves its unfinished runs out, because they would bias the mean.
-    """
+    """Group runs that differ in their seed alone. An arm with finished runs leaves out others, which would bias the mean."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         key = _without_seed(run)

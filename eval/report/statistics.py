@@ -1,8 +1,4 @@
-"""Statistics of differences between arms over a few seeds: paired intervals, p values, power, fits.
-
-Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so the tests are of
-the mean of one difference per seed. Distributions are scipy's.
-"""
+"""Statistics of differences between arms over a few seeds, which pair the runs: intervals, p values, power, fits."""
 
 import functools
 import itertools
@@ -90,10 +86,7 @@ class Difference:
 
 
 def paired(differences: Sequence[float], **place: Any) -> Difference:
-    """Student's paired t test and interval (1908) of differences, one per seed. place: further fields of the Difference.
-
-    p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference seen in 80 % of such experiments.
-    """
+    """Student's paired t test and interval (1908) of differences, one per seed. place: further fields of the Difference."""
     n = len(differences)
     result = Difference(n, math.fsum(differences) / n, **place)
     if n == 1:
@@ -171,10 +164,7 @@ def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, f
 
 
 def size_ratio(reference: tuple[float, float], other: tuple[float, float], size: float) -> float:
-    """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`. Both: of `power_law`.
-
-    nan if `other` does not fall with size, inf if it falls so slowly that no size in reach has that loss.
-    """
+    """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`; nan or inf for none."""
     (a, b), (a2, b2) = reference, other
     logarithm = (math.log(a2 / a) + b * math.log(size)) / b2 if b2 > 0 else math.nan
     return math.inf if logarithm >= 700 else math.exp(logarithm) / size

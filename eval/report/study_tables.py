@@ -5,9 +5,8 @@ from typing import Any
 
 from eval.report.comparison import FLOPS, Comparison
 from eval.report.differences import FEWEST_DF
-from eval.report.notes import mixed_precision
 from eval.report.statistics import Difference, p_text
-from eval.report.tables import markdown, si
+from eval.report.tables import markdown, mixed_precision, si
 
 HEAD = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n", "diverged"]
 ABOUT = (

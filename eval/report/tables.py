@@ -1,17 +1,20 @@
 """Tables of the arms' numbers and of their paired differences, as data and as text."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.common import command_of
 from eval.report.differences import contrasts, long_table
-from eval.report.runs import Arm, Run, text_of
+from eval.report.runs import EVALUATIONS, WITH_SE, Arm, Run
 from eval.report.statistics import Difference, mean_sd
 from training.text import text_read
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"
+SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
 LOSSES = {  # row of the headline table -> metric path
     "training loss, last tenth": "train.loss",
@@ -25,11 +28,7 @@ LOSSES = {  # row of the headline table -> metric path
     "loss on recalled tokens that are rare in training": "perplexity.recall.rare_hit.loss",
     "loss on all other tokens": "perplexity.recall.other.loss",
 }
-READINGS = {  # of attention_noise -> how its masses are normalised
-    "signed": "masses summed over layers, then divided by the summed row sums",
-    "absolute": "",
-    "signed_per_layer": "each layer divided by its row sum, then averaged over layers",
-}
+READINGS = ("signed", "absolute", "signed_per_layer")  # of attention_noise (docs/METHODS.md, 7.3)
 # The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
     "test loss (nats per token)": "test loss",
@@ -42,10 +41,7 @@ HEADLINES = {
 
 @dataclass
 class Cell:
-    """An arm's value: of one run, with its standard error over samples if known, or the mean and sd over seeds.
-
-    values: one per run, None where not measured.
-    """
+    """An arm's value: of one run, with its standard error if known, or mean and sd over seeds. values: one per run, or None."""
 
     value: float | str | None
     se: float | None = None
@@ -60,18 +56,17 @@ class Cell:
 
 @dataclass
 class Row:
-    """A line of a table, a cell per arm. better: "lower", "higher" or "". hint: a remark under the name."""
+    """A line of a table, a cell per arm. better: "lower", "higher" or ""."""
 
     group: str
     name: str
     cells: list[Cell] = field(default_factory=list)
     better: str = ""
-    hint: str = ""
 
 
-def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = THREE, better: str = "", hint: str = "") -> Row:
+def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = THREE, better: str = "") -> Row:
     seeds = any(arm.several for arm in arms)
-    return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better, hint)
+    return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better)
 
 
 def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
@@ -104,7 +99,7 @@ def at(path: str) -> Read:
 
 def headline_table(arms: list[Arm]) -> list[Row]:
     """The headline table, one column per arm, without the numbers that no run has."""
-    row, several, first = functools.partial(row_of, arms), any(arm.several for arm in arms), arms[0].runs[0]
+    row, several = functools.partial(row_of, arms), any(arm.several for arm in arms)
     rows = [
         row("Model", "variant", lambda run: run.variant, "{}"),
         row("Model", "parameters without embeddings", lambda run: run.facts.get("params_non_embedding"), si),
@@ -115,21 +110,14 @@ def headline_table(arms: list[Arm]) -> list[Row]:
         row("Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
         row("Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
     ]
-    easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
-    trained = trained_on(arms)
-    hints = {
-        "train.loss": f"on {trained}{easier if 'retrieval' in trained else ''}",
-        "train.val_loss": f"on {held_out(first)}",
-        "perplexity.loss": f"on {text_of(first, 'perplexity')}" if "perplexity" in first.evals else "",
-    }
     for name, path in LOSSES.items():
         shown = "{:.2f}" if path == "perplexity.ppl" else THREE
-        rows.append(row("Loss", name, at(path), shown, "lower", hints.get(path, "")))
+        rows.append(row("Loss", name, at(path), shown, "lower"))
     rows += _needle_rows(arms)
-    for reading, hint in READINGS.items():
+    for reading in READINGS:
         for what, key, better in (("attention to the answer", "answer", "higher"), ("attention noise", "noise", "lower")):
             read = at(f"attention_noise.{reading}.mean.{key}")
-            rows.append(row("Attention", f"{what}, {reading.replace('_', ' ')}", read, better=better, hint=hint))
+            rows.append(row("Attention", f"{what}, {reading.replace('_', ' ')}", read, better=better))
     rows.append(row("Attention", "entropy of an attention row (nats)", at("attention_noise.entropy.mean")))
     rows.append(row("Attention", "negative share of the absolute mass", at("attention_noise.negative.mean")))
     return [row for row in rows if any(cell.n for cell in row.cells)]
@@ -171,6 +159,80 @@ def held_out(run: Run) -> str:
     return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {text_read(data)[0]}, text alone"
 
 
+# ---------------------------------------- sections for further evaluations
+
+
+@dataclass
+class Section:
+    """The numbers of one evaluation, and the settings that all runs share."""
+
+    name: str
+    rows: list[Row]
+    settings: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return self.name.replace("_", " ").capitalize()
+
+
+def sections(arms: list[Arm]) -> list[Section]:
+    names = dict.fromkeys(name for arm in arms for run in arm.runs if not run.diverged for name in run.evals)
+    return [_section(arms, name) for name in names if name not in EVALUATIONS]
+
+
+def _section(arms: list[Arm], name: str) -> Section:
+    """Whole numbers that are equal in all runs are counts and lengths: settings, not results."""
+    values = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
+    measured = [of_run for of_run in values.values() if of_run]
+    keys = list(dict.fromkeys(key for of_run in measured for key in of_run))
+    errors = {key: error for key in keys for error in _errors(key) if error in keys}
+    same = {key for key in keys if isinstance(measured[0].get(key), int) and len({one.get(key) for one in measured}) == 1}
+    hidden = {*same, *errors.values()}
+    shown = [key for key in keys if key not in hidden and key.rpartition(" · ")[2] not in SETTINGS]
+
+    def row(key: str) -> Row:
+        def read(run: Run) -> Any:
+            value, error = (values[id(run)].get(name) for name in (key, errors.get(key)))
+            return value if value is None or error is None else (value, error)
+
+        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
+
+    settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
+    return Section(name, list(map(row, shown)), settings)
+
+
+def _errors(key: str) -> list[str]:
+    """The possible names of the standard error of `key`; lm-eval's metrics are METRIC,FILTER."""
+    parent, separator, last = key.rpartition(" · ")
+    metric, comma, chosen = key.partition(",")
+    return [f"{parent}{separator}se"] * (last in WITH_SE) + [f"{metric}_stderr{comma}{chosen}", f"{key}_se"]
+
+
+def scalars(results: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    """("a · b", number) of all numbers in nested dicts but `se` and what splits up another number: `layers`, per_..., by_..."""
+    for key, value in results.items():
+        name = f"{path} · {key}" if path else str(key)
+        if str(key).startswith(("per_", "by_")) or key == "layers" or (key == "se" and isinstance(value, dict)):
+            continue
+        if isinstance(value, dict):
+            yield from scalars(value, name)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+            for label, rest in _labelled(value):
+                yield from scalars(rest, f"{name} · {label}" if path else label)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, rest) of each item, e.g. ("bits=8", ...). A label has as many first values as all labels need to differ."""
+    for count in range(1, len(items[0]) + 1):
+        named = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
+        if len(set(named)) == len(items):
+            break
+    for label, item in zip(named, items, strict=True):
+        yield label, dict(list(item.items())[count:])
+
+
 # ---------------------------------------- differences
 
 
@@ -203,7 +265,7 @@ def _verdict(headlines: list[Difference]) -> str:
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
-        fewer = [f"n = {one.n}"] if one.n < n else []
+        fewer = [f"n = {one.n}"] * (one.n < n)
         if one.resolved:
             worse = "worse" if (one.mean > 0) == (one.better == "lower") else "better"
             clear.append(", ".join([f"{HEADLINES[one.metric]} {minus(one.text)}", worse, *fewer]))
@@ -218,6 +280,47 @@ def _verdict(headlines: list[Difference]) -> str:
 
 
 # ---------------------------------------- text
+
+
+def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
+    """Warnings for the reader, one line each. runs: also those that their arms leave out."""
+    kept = [run for arm in arms for run in arm.runs]
+    lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
+    if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
+        lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
+    if mixed := mixed_precision(kept):
+        lines.append(mixed)
+    seeds = [{run.seed for run in arm.runs} for arm in arms]
+    if any(arm.several for arm in arms) and any(of_arm != seeds[0] for of_arm in seeds):
+        lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
+    return lines
+
+
+def mixed_precision(runs: list[Run]) -> str | None:
+    """A note where `dtype=auto` meant different dtypes on the machines of the runs."""
+    dtypes = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
+    if len(dtypes) < 2:
+        return None
+    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(dtypes.items()))
+    return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
+
+
+def _notes_of(run: Run, kept: bool) -> list[str]:
+    lines, left_out = [], "" if kept else ", and left out of its arm"
+    diverged = run.diverged or (not run.finished and run.skipped > run.step)  # no loss was finite after the last logged one
+    if not (run.finished or diverged):
+        steps = f"at step {run.step:,} of {run.config['steps']:,}"
+        lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
+    wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
+    if absent := [name for name in wanted if name not in run.evals]:
+        commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
+        lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
+    if diverged:
+        lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
+    if old := [name for name, content in run.evals.items() if content.get("step", run.step) < run.step]:
+        again = f"run python -m eval.{command_of(old[0])} run={run.folder} again, with the settings in eval/{old[0]}.json"
+        lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
+    return lines
 
 
 def si(value: float) -> str:

@@ -32,7 +32,7 @@ def test_arms_of_one_label_have_names_and_differences():
     runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]
     arms = arms_of(runs)
     assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
-    assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "y/n", "m"]
+    assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "b/y/n", "b/y/m"]
     assert len(labels(["/a/n", "/a/n"])) == 2
     rows = [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")]
     assert [(one.arm, round(one.mean, 3)) for one in differences(arms, rows)] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
@@ -94,7 +94,7 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
     for file, key, value, says in (
         ("tokenizer.json", "fingerprint", "f" * 64, "different tokenizers"),
         ("config.yaml", "data.name", "another", "different data"),
-        ("config.yaml", "data.retrieval", {"digits": 6}, "eval.needle on different"),
+        ("config.yaml", "data.retrieval", {"digits": 6}, "eval.attention_noise on different"),
         ("eval/perplexity.json", "results.sha256", "0", "eval.perplexity on different text"),
         ("eval/perplexity.json", "config.ngram", 4, "eval.perplexity on different text or settings"),
         ("eval/needle.json", "config.samples", 7, "eval.needle on different"),

@@ -84,12 +84,6 @@ def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, h
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing
 
 
-def test_the_error_of_a_mean_over_cells_takes_the_cells_of_a_seed_together():
-    seeds = [[{"accuracy": a, "se": 0.1}, {"accuracy": b, "se": 0.1}] for a, b in ((0.2, 0.4), (0.6, 0.8))]
-    assert needle.over_seeds(seeds) == pytest.approx({"accuracy": 0.5, "se": 0.2})  # of 0.3 and 0.7
-    assert needle.over_seeds(seeds[:1]) == pytest.approx({"accuracy": 0.3, "se": 0.1 / 2**0.5})  # over contexts
-
-
 def test_cells_do_not_depend_on_the_other_cells(tokenizer, hay):
     run = stand_in(Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=200, vocab_size=257)), tokenizer)
     few = needle.NeedleConfig(samples=2, lengths=[200], depths=[0.5])

@@ -15,7 +15,6 @@ from eval.report.statistics import (
     paired,
     power,
     power_law,
-    sign_flip_p,
     size_ratio,
     spikes,
 )
@@ -71,12 +70,6 @@ def test_power_matches_published_tables() -> None:
     assert power(0.0, 4) == pytest.approx(0.05, abs=1e-6)
     for n in (2, 3, 5, 20):
         assert power(detectable_effect(n), n) == pytest.approx(0.8, abs=1e-6)
-
-
-def test_sign_flips() -> None:
-    assert sign_flip_p([0.1, 0.2, 0.3]) == 0.25  # all of one sign: 2 of 8
-    assert sign_flip_p([0.3, 0.3, 0.3, 0.3, 0.3]) == 2 / 32
-    assert sign_flip_p([0.1, -0.1]) == 1.0
 
 
 def test_holm() -> None:

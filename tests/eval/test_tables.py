@@ -8,16 +8,14 @@ import pytest
 from eval.common import figure
 from eval.report import figures
 from eval.report.figures import band, short_labels, smooth
-from eval.report.gallery import averaged
 from eval.report.runs import Arm, Run, read_run, text_of
-from eval.report.sections import scalars
-from eval.report.tables import headline_table, si
+from eval.report.tables import headline_table, scalars, si, trained_on
 
 
 def test_what_a_training_loss_is_of(make_run, tmp_path):
     run = read_run(make_run("one"))
     rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
-    assert "50 % synthetic retrieval documents" in rows["training loss, last tenth"].hint
+    assert trained_on([Arm("one", runs=[run])]) == "text mixed with 50 % synthetic retrieval documents"
     assert not any(name.startswith("training loss on") for name in rows)
     for line in run.train:  # a run that logged the two apart
         line |= {"loss_text": 5.0, "loss_retrieval": 1.0}
@@ -55,12 +53,6 @@ def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
         (area,) = axes[0, 0].collections
         corners = area.get_paths()[0].vertices
         assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
-
-
-def test_results_are_averaged_number_by_number():
-    one, two = {"a": [1.0, 2.0], "n": 3, "s": "x", "only": 1.0}, {"a": [3.0, 6.0], "n": 3, "s": "x"}
-    assert averaged([one, two]) == {"a": [2.0, 4.0], "n": 3, "s": "x", "only": 1.0}
-    assert averaged([[1, 2], [1, 2, 3]]) == [1, 2]
 
 
 def test_scalars_of_nested_results() -> None:

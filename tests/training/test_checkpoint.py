@@ -69,12 +69,6 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def flip(folder: Path) -> None:
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[len(content) // 2] ^= 4
-    (folder / "model.safetensors").write_bytes(content)
-
-
 def edit(folder: Path) -> None:
     path = folder / "state.json"
     path.write_text(path.read_text().replace('"dropout": 0', '"dropout": 1'))
@@ -100,19 +94,16 @@ def wide(tensors: dict) -> None:
 
 DAMAGES = {
     "truncated": truncate,
-    "flipped byte": flip,
     "missing file": lambda folder: (folder / "model.safetensors").unlink(),
     "edited state": edit,
     "empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
     "state is garbage": lambda folder: (folder / "state.json").write_bytes(b"\0\xff{"),
-    "state is deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
     "another step's folder": lambda folder: signed(folder, step=7),
     "resolved names": lambda folder: signed(folder, model={"layers": "${oc.env:HOME}"}),
     "no safetensors": lambda folder: ((folder / "model.safetensors").write_bytes(b"PK" * 50), signed(folder)),
     "int8 weights": changed("model.safetensors", lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()})),
     "NaN weights": changed("model.safetensors", no_number),
     "extra tensor": changed("model.safetensors", lambda t: t.update(other=torch.zeros(1))),
-    "missing tensor": changed("model.safetensors", lambda t: t.pop("embedding.weight")),
     "optimizer of another shape": changed("optimizer.safetensors", wide),
 }
 

@@ -15,7 +15,7 @@ from model.decoder import Decoder
 from model.rotary import RopeScaling
 from tests.variants import VARIANTS, config
 from training import checkpoint, distributed, metrics, muon, validation
-from training.distributed import World, pick_dtype, slow_bfloat16
+from training.distributed import World, pick_dtype
 from training.optim import OptimConfig, build_optimizers, check_warmup, decay_start, lr_factor, set_lr, state_tensors
 from training.saver import save
 from training.validation import losses_by_kind
@@ -201,11 +201,3 @@ def test_every_product_is_rounded_to_bfloat16(slow: bool, monkeypatch: pytest.Mo
     result, expected = muon.orthogonalized(x, *NEWTON_SCHULZ), newton_schulz(x)
     assert result.dtype == torch.bfloat16
     assert (result.double() - expected).norm() / expected.norm() < 2e-3  # unrounded products are 0.02 away
-
-
-def test_bfloat16_is_slow_where_onednn_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    for supported in (False, True):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
-        assert slow_bfloat16(torch.device("cpu")) == (not supported)
-    assert not slow_bfloat16(torch.device("cuda"))  # a card decides for itself
