@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from configs import command
 from eval import common
 from eval.common import INK, Axes, device_of, figure, mean_se, pad_right, plus_minus
-from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -264,7 +264,7 @@ def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
 
 @command("attention_noise", AttentionNoiseConfig)
 def main(cfg: AttentionNoiseConfig) -> None:
-    check_grid(cfg)
+    common.check_different("depths", [round(depth, 3) for depth in cfg.depths], "[0,0.5,1]")
     run = common.open_run(cfg)
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))

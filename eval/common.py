@@ -152,6 +152,12 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tu
     return tokens.to(device), None if keys.all() else keys.to(device)
 
 
+def check_different(key: str, values: Sequence[Any] | None, example: str) -> None:
+    """ValueError for a setting that is an empty list, or a list with a value twice."""
+    if values is not None and len(set(map(str, values))) < max(1, len(values)):
+        raise ValueError(f"{key}={values} must be different values: use {key}={example}")
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model's parameters are (the CPU for a model without any)."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -252,7 +258,7 @@ def write_result(
     name: str,
     results: dict[str, Any],
     lines: Iterable[str],
-    draw: Callable[[Path, dict, str, str], None],
+    draw: Callable[[Path, dict, str, str], None] | None = None,
 ) -> None:
     """Print an evaluation's `lines`, then write its results to eval/NAME.json and its figure to figures/NAME.png.
 
@@ -264,7 +270,8 @@ def write_result(
         say(f"{name}  {title}: {line}")
     record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
     write_json(folder / "eval" / f"{name}.json", record)
-    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
+    if draw:
+        draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
 
 
 # Figures
@@ -281,14 +288,15 @@ def colour(variant: str) -> str:
 
 def variant(config: dict[str, Any]) -> str:
     """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
-    fitting = {name: group for name, group in _model_files().items() if _fits(config["model"], group)}
+    fitting = {name: group for name, group in model_files().items() if _fits(config["model"], group)}
     if not fitting:
         return f"layers={config['model'].get('layers')}"
     return max(fitting, key=lambda name: len(str(fitting[name])))
 
 
 @functools.cache
-def _model_files() -> dict[str, Any]:
+def model_files() -> dict[str, Any]:
+    """Name -> content of each file of configs/model."""
     files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
     return {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
 

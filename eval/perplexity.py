@@ -30,7 +30,7 @@ from data.loader import Windows
 from data.shards import Shard, open_split
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
-from eval.recall import bigrams, frequent_bigrams, recall_hits
+from eval.recall import frequent_bigrams, ngram_codes, recall_hits
 from training.checkpoint import LoadedRun
 from training.text import refuse_other_text
 
@@ -81,6 +81,17 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
 
 
 @torch.inference_mode()
+def window_losses(model: nn.Module, windows: np.ndarray, batch: int, vocab_size: int) -> Tensor:
+    """(n, T) losses of windows (n, T + 1) as float64, in nats."""
+    losses = []
+    with common.progress("losses", len(windows)) as bar:
+        for part in common.batches(windows, batch, (windows.shape[1] - 1) * vocab_size):
+            tokens = torch.from_numpy(part).to(common.device_of(model))
+            losses.append(token_losses(model, tokens, vocab_size).double().cpu())
+            bar.update(len(part))
+    return torch.cat(losses)
+
+
 def evaluate(
     model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, batch: int = 32, frequent: np.ndarray | None = None
 ) -> dict[str, Any]:
@@ -89,13 +100,7 @@ def evaluate(
     frequent: codes of bigrams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
     """
     n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
-    parts = []  # losses (B, T)
-    with common.progress("perplexity", n) as bar:
-        for part in common.batches(windows, batch, length * vocab_size):
-            tokens = torch.from_numpy(part).to(common.device_of(model))
-            parts.append(token_losses(model, tokens, vocab_size).double().cpu().numpy())
-            bar.update(len(part))
-    losses = np.concatenate(parts)  # (n, T)
+    losses = window_losses(model, windows, batch, vocab_size).numpy()  # (n, T)
     by_position = losses.sum(axis=0) / n
     loss, se = mean_se(losses.sum(axis=1) / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
@@ -121,7 +126,7 @@ def recalled(losses: np.ndarray, windows: np.ndarray, vocab_size: int, frequent:
     hits = recall_hits(windows, vocab_size)
     kinds = {"hit": hits}
     if frequent is not None:
-        known = np.isin(bigrams(windows, vocab_size), frequent)
+        known = np.isin(ngram_codes(windows, 2, vocab_size), frequent)
         kinds |= {"rare_hit": hits & ~known, "frequent_hit": hits & known}
     kinds["other"] = ~hits
     results: dict[str, Any] = {

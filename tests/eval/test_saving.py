@@ -27,7 +27,7 @@ from training.saver import save
 ONE = ("samples=1", "depths=[0.5]")
 EVALUATIONS = {  # with keys of the results that other tools read
     attention_noise: ((*ONE, "windows=1"), "signed absolute signed_per_layer per_layer_head noise sink entropy negative"),
-    icl: (("episodes=1", "shots=[2]", "orders=2"), "task accuracy se chance classes shots order"),
+    icl: (("episodes=1", "shots=[2]"), "task accuracy se chance classes shots"),
     needle: ((*ONE, "lengths=[160]"), "accuracy se pairs cells context"),
     outliers: (("tokens=160",), "logits hidden per_layer sha256"),
     perplexity: (("tokens=160",), "loss se ppl bits_per_byte by_position cumulative recall sha256"),
