@@ -5,9 +5,10 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -133,13 +134,10 @@ def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
     functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union", "attend_map")}
     files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
     uses = [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
-    try:
+    with ExitStack() as stack:
         for file, name, function in uses:
-            setattr(file, name, replace(name, function))
+            stack.enter_context(patch.object(file, name, replace(name, function)))
         yield
-    finally:
-        for file, name, function in uses:
-            setattr(file, name, function)
 
 
 def leaf(value: Any) -> Any:

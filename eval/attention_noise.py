@@ -5,12 +5,9 @@
 
 One needle is hidden in real text. The attention row of the last prompt token, which has to produce the answer, is split into
 five buckets: first token (the sink), context before the needle, the needle's sentence (answer), context after it, question
-(query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
-averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
-their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum.
-Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
-For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
-2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
+(query). Noise is the two context buckets (arXiv 2410.05258, Table 3). `signed` sums weights with their sign, as the paper does;
+`absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum. Also entropy, negative mass and
+attention sinks (arXiv 2410.10781) by layer and head. docs/METHODS.md, section 7.3.
 Writes eval/attention_noise.json and figures/attention_noise.png, named as eval.perplexity's.
 """
 
@@ -216,35 +213,6 @@ def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
     ax.set_xticks(x, [f"{100 * float(depth):g} %" for depth in depths])
     ax.set(xlabel="depth of the needle", ylabel="share of attention", ylim=(min(0, 1.1 * below.min()), 1.1 * above.max()))
     ax.tick_params(axis="x", length=0)
-
-
-def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Each head's shares of absolute mass: (layers, heads) each, means over depths, NaN where a layer has fewer heads."""
-    depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
-    heads = max(map(len, next(iter(depths))["answer"]))
-    padded = [[[row + [np.nan] * (heads - len(row)) for row in mass[b]] for b in BUCKETS] for mass in depths]
-    mass = dict(zip(BUCKETS, np.mean(padded, axis=0), strict=True))  # each (layers, heads)
-    whole = sum(mass.values())
-    mass["noise"] = sum(mass[bucket] for bucket in NOISE)
-    return {name: mass[name] / whole for name in ("first", "answer", "noise")}
-
-
-def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps over layers and heads of the share of absolute mass on the first token, the answer and the noise."""
-    grids = head_shares(results)
-    layers, heads = grids["answer"].shape
-    width, height = max(2.6, 0.9 + 0.42 * min(heads, 24)), max(2.6, 1.5 + 0.42 * min(layers, 24))
-    with figure(path, len(grids) * width + 0.8, height, columns=len(grids), grid="") as axes:
-        for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
-            image = ax.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-            ax.set(title=BUCKET_LABELS.get(name, name), xlabel="head", ylabel="layer" if name == "first" else "")
-            ax.set_xticks(range(0, heads, 1 + heads // 9))
-            ax.set_yticks(range(0, layers, 1 + layers // 13))
-            ax.tick_params(length=0)
-            ax.spines[:].set_visible(False)
-        bar = axes[0, -1].figure.colorbar(image, ax=axes[0].tolist(), ticks=(0, 0.5, 1), label="share", pad=0.01)
-        bar.outline.set_visible(False)
-        axes[0, 0].figure.suptitle(f"{title} · absolute mass by layer and head", x=0.01, ha="left", fontsize=12)
 
 
 def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:

@@ -187,9 +187,6 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
 
 
-# Results
-
-
 def run_name(run: str | Path) -> str:
     """The run's name, which is the name of its folder."""
     return Path(run).resolve().name
@@ -221,8 +218,8 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
 
     ValueError if it cannot be written, or if its file has the result of another input and name= is not given.
     """
-    settings = vars(cfg)
-    for part in (result_folder(cfg) / "eval", result_folder(cfg) / "figures"):
+    settings, folder = vars(cfg), Path(cfg.out or cfg.run)
+    for part in (folder / "eval", folder / "figures"):
         place = next(place for place in (part, *part.resolve().parents) if place.exists())
         if not os.access(place, os.W_OK):
             raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
@@ -232,17 +229,12 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
-    path = result_folder(cfg) / "eval" / f"{name}.json"
+    path = folder / "eval" / f"{name}.json"
     if settings.get("name") is None and path.is_file():
         before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
         if before != digest.hexdigest():
             raise ValueError(f"eval/{path.name} is of another text or file: give this one a name with name=NAME")
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
-
-
-def result_folder(cfg: EvalConfig) -> Path:
-    """The folder that gets eval/ and figures/."""
-    return Path(cfg.out or cfg.run)
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
@@ -265,7 +257,7 @@ def write_result(
     The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
     draw(path, results, title, colour).
     """
-    folder, title = result_folder(cfg), run_name(cfg.run)
+    folder, title = Path(cfg.out or cfg.run), run_name(cfg.run)
     for line in lines:
         say(f"{name}  {title}: {line}")
     record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
@@ -273,8 +265,6 @@ def write_result(
     if draw:
         draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
 
-
-# Figures
 
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
 # Mostly Okabe and Ito's palette, which suits the common kinds of colour blindness. A variant has one colour everywhere.

@@ -262,12 +262,6 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
         ax.legend(loc="best")
 
 
-def line(results: dict[str, Any], row: dict[str, Any]) -> str:
-    """What is printed of one number of shots."""
-    accuracy = f"accuracy {plus_minus(row['accuracy'], row['se'])} (chance {results['chance']:.3f})"
-    return f"{results['task']}, {row['shots']} shots: {accuracy}"
-
-
 @command("icl", IclConfig)
 def main(cfg: IclConfig) -> None:
     common.check_different("shots", cfg.shots, "[1,2,4,8]")
@@ -275,7 +269,10 @@ def main(cfg: IclConfig) -> None:
     run = common.open_run(cfg)
     name, about = common.claim_result("icl", cfg, [spelled_out(task)])
     results = evaluate(run, task, cfg) | about
-    common.write_result(run, cfg, name, results, [line(results, row) for row in results["shots"]], draw)
+    what, chance = task.name, f"(chance {results['chance']:.3f})"
+    accuracies = {row["shots"]: plus_minus(row["accuracy"], row["se"]) for row in results["shots"]}
+    lines = [f"{what}, {shots} shots: accuracy {accuracy} {chance}" for shots, accuracy in accuracies.items()]
+    common.write_result(run, cfg, name, results, lines, draw)
 
 
 if __name__ == "__main__":

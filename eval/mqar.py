@@ -5,9 +5,8 @@
 For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
 the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
 `attention`: of the rows at the questions, the share of absolute mass on the distractors, on the pair's key and value, on the
-first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
-`map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context. `altered`: accuracy with
-lambda set to 0, without further training.
+first token, and elsewhere. Differential heads also have `map_1`, `map_2` and their `correlation` over the distractors.
+`altered`: accuracy with lambda set to 0, without further training.
 Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 """
 
@@ -71,9 +70,6 @@ def lambda_zero(model: nn.Module) -> Iterator[bool]:
             del layer.lam
 
 
-# Where the attention goes
-
-
 @torch.inference_mode()
 def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, Any]:
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
@@ -133,9 +129,6 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
         return spread / spread.norm(dim=-1, keepdim=True).clamp(min=rounding)
 
     return (standard(first) * standard(second)).sum(-1).mean((1, 2))
-
-
-# The evaluation
 
 
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:

@@ -151,16 +151,6 @@ def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) ->
     bar.outline.set_visible(False)
 
 
-def check(cfg: NeedleConfig) -> None:
-    """Raise ValueError for a grid that cannot be evaluated."""
-    common.check_different("depths", [round(depth, 3) for depth in cfg.depths], "[0,0.5,1]")
-    common.check_different("lengths", cfg.lengths, "[128,256]")
-    common.check_different("pairs", cfg.pairs, "[[1,1],[4,2]]")
-    for pair in cfg.pairs or ONE:
-        if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
-            raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
-
-
 def line(pair: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     """What is printed of one (N, R)."""
     rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
@@ -170,7 +160,12 @@ def line(pair: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 
 @command("needle", NeedleConfig)
 def main(cfg: NeedleConfig) -> None:
-    check(cfg)
+    common.check_different("depths", [round(depth, 3) for depth in cfg.depths], "[0,0.5,1]")
+    common.check_different("lengths", cfg.lengths, "[128,256]")
+    common.check_different("pairs", cfg.pairs, "[[1,1],[4,2]]")
+    for pair in cfg.pairs or ONE:
+        if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
+            raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
     run = common.open_run(cfg)
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("needle", cfg, common.content_of(parts))

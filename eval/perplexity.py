@@ -4,10 +4,9 @@
         [training_counts=false]
 
 Windows of `length` tokens (default: the trained context) do not overlap, and lie at even distances if the data have more than
-`tokens` tokens. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4). `recall` splits the loss as
-Zoology does (arXiv 2312.04927): a token is a `hit` if it completes a bigram that has occurred before in the same window, else
-`other`. If the run's training shards still exist, a hit whose bigram they have more than 1,250 times is a `frequent_hit`, else
-a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
+`tokens` tokens. `recall` splits the loss: a token is a `hit` if it completes a bigram that has occurred before in its window,
+else `other`; a hit is rare or frequent in the run's training shards, if they still exist. docs/METHODS.md, section 7.1.
+text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
 Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
 other files, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
 """
@@ -164,12 +163,10 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Positions (counted from 1) and mean losses of log-spaced buckets, two per octave."""
-    length = len(by_position)
-    edges = np.unique(np.round(2 ** np.arange(0, math.log2(length) + 1, 0.5)).astype(int))
-    edges = np.union1d([1], np.append(edges[edges < length], length + 1))
-    spans = list(zip(edges[:-1], edges[1:], strict=True))
-    middles = np.array([math.sqrt(start * (stop - 1)) for start, stop in spans])
-    return middles, np.array([np.mean(by_position[start - 1 : stop - 1]) for start, stop in spans])
+    positions = np.arange(1, len(by_position) + 1)
+    cuts = np.flatnonzero(np.diff(np.floor(2 * np.log2(positions)))) + 1
+    middles = [math.sqrt(part[0] * part[-1]) for part in np.split(positions, cuts)]
+    return np.array(middles), np.array([part.mean() for part in np.split(np.array(by_position), cuts)])
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:

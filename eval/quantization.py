@@ -3,8 +3,8 @@
     python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [name=NAME] [tokens=100000]
 
 The logits of every attention softmax are rounded to a b-bit integer times a scale, max|x| / (2^(b-1) - 1) over the visible
-logits of one head's map of one window (absmax, dynamic); everything else stays in float32. Figure 8 of arXiv 2410.05258, with
-another metric than HellaSwag: the change of the validation loss, paired: the same windows with and without rounding.
+logits of one head's map of one window; everything else stays in float32. Figure 8 of arXiv 2410.05258 with another metric: the
+change of the validation loss on the same windows.
 Writes eval/quantization.json and figures/quantization.png, named as eval.perplexity's.
 """
 
@@ -79,18 +79,14 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
         ax.set(title=title, xlabel="bits of the attention logits", ylabel="change of loss (nats per token)")
 
 
-def line(row: dict[str, Any], windows: int) -> str:
-    """What is printed of one number of bits."""
-    return f"{row['bits']} bits: loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')} ({windows} windows)"
-
-
 @command("quantization", QuantizationConfig)
 def main(cfg: QuantizationConfig) -> None:
     common.check_different("bits", cfg.bits, "[8,6,4]")
     run = common.open_run(cfg)
     windows, name, about = claim_windows("quantization", run, cfg)
     results = evaluate(run.model, windows, cfg) | about
-    lines = [line(row, len(windows)) for row in results["bits"]]
+    changes = {row["bits"]: plus_minus(row["loss_change"], row["loss_change_se"], "+.4f") for row in results["bits"]}
+    lines = [f"{bits} bits: loss {change} ({len(windows)} windows)" for bits, change in changes.items()]
     common.write_result(run, cfg, name, results, lines, draw)
 
 

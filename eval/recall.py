@@ -1,8 +1,7 @@
 """Associative recall: targets that repeat a bigram of their window, and how often the training text has that bigram.
 
-Targets are split as in Zoology (arXiv 2312.04927, section 3). A target is a hit if it ends a bigram that has occurred before in
-its window. The model can recall a hit from the window, but where the bigram is frequent in training, the model may also know
-the target from training.
+As in Zoology (arXiv 2312.04927, section 3): a target is a hit if it ends a bigram that has occurred before in its window. Where
+the bigram is frequent in training, the model may also know the target from training.
 """
 
 import contextlib

@@ -59,7 +59,6 @@ def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) ->
         _positions(scored, folder) if scored else None,
         _needle(hidden, folder) if hidden else None,
         *(_where(noise, folder, reading) for reading in attention_noise.READINGS),
-        _heads(noise, folder) if noise else None,
         _weights(weighing, folder) if weighing else None,
     ]
     return [figure for figure in drawn if figure]
@@ -138,13 +137,6 @@ def _where(arms: list[Arm], folder: Path, reading: str) -> Figure | None:
         attention_noise.draw(image.path, averaged(arm.results("attention_noise")), arm.name, (reading,))
     drawn = [image for _, image in images]
     return _figure("where", "Attention", drawn, arms, "attention_noise", reading=reading) if images else None
-
-
-def _heads(arms: list[Arm], folder: Path) -> Figure:
-    images = _of_arms(folder / "attention_heads", arms, "Heatmaps over layers and heads", heatmap=True)
-    for arm, image in images:
-        attention_noise.draw_heads(image.path, arm.results("attention_noise")[0], arm.name)
-    return _figure("heads", "Attention", [image for _, image in images], arms)
 
 
 def _weights(arms: list[Arm], folder: Path) -> Figure:

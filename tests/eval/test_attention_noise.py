@@ -120,14 +120,6 @@ def test_no_logits_but_of_one_row():
     assert seen == [(2, 1, 9), (2, 1, 9)]
 
 
-def test_head_shares_pad_layers_of_fewer_heads():
-    masses = {bucket: [[0.2, 0.4], [0.6]] for bucket in an.BUCKETS}
-    masses["first"] = [[0.2, 0.4], [1.2]]
-    grids = an.head_shares({"per_layer_head": {"absolute": {"0.0": masses, "1.0": masses}}})
-    assert grids["first"][0].tolist() == pytest.approx([0.2, 0.2]) and grids["first"][1, 0] == pytest.approx(1 / 3)
-    assert grids["noise"][1, 0] == pytest.approx(1 / 3) and np.isnan(grids["noise"][1, 1])
-
-
 def test_no_share_of_a_sum_that_may_be_zero(make_run, call, capsys):
     run = make_run("picky", "bp")
     call(an, f"run={run}", "samples=2", "depths=[0,1]", "windows=2")

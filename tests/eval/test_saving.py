@@ -139,7 +139,7 @@ def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsy
         content = json.loads((run / "eval" / f"{name}.json").read_text())
         assert {"eval", "run", "step", "config", "run_config", "machine", "version", "results"} <= content.keys()
         assert set(keys.split()) <= content["results"].keys()
-        assert (run / "figures" / f"{name}.png").stat().st_size > 10_000
+        assert name == "outliers" or (run / "figures" / f"{name}.png").stat().st_size > 10_000
     results = json.loads((run / "eval" / "needle.json").read_text())["results"]
     (cell,) = results["cells"]
     assert {"length", "depth", "needles", "asked", "samples", "accuracy", "se", "answer_logprob"} <= cell.keys()
