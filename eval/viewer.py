@@ -91,7 +91,8 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig, colours: Sequence[
             for of_example, one in zip(maps, looks, strict=True):
                 of_example.append(_packed(one, tokenizer))
             bar.update()
-    data = {"models": models, "examples": [_described(one, tokenizer) for one in made], "maps": maps, "steps": STEPS}
+    described = [vars(one) | {"tokens": [shown(tokenizer, int(token)) for token in one.tokens]} for one in made]
+    data = {"models": models, "examples": described, "maps": maps, "steps": STEPS}
     text = json_text(data, ensure_ascii=False, separators=(",", ":"))
     says = (
         f"{', '.join(names)}: every head of every layer on {len(made)} examples of up to "
@@ -205,11 +206,6 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
     except UnicodeDecodeError:
         return "".join(f"⟨{byte:02x}⟩" for byte in piece)
     return text.replace("\n", "↵").replace("\r", "").replace("\t", "⇥") or "⟨⟩"
-
-
-def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
-    tokens = [shown(tokenizer, int(token)) for token in example.tokens]
-    return {"title": example.title, "tokens": tokens, "spans": example.spans, "query": example.query}
 
 
 @command("viewer", ViewerConfig)

@@ -31,7 +31,7 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     page, printed = out.read_text(), capsys.readouterr().out
     assert "<h1>Baseline and diff: loss" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
-    assert len(sources) == 1 + 1 + 2 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
+    assert len(sources) == 1 + 1 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
     places = [page.index(text) for text in ("<b>Not resolved</b>", 'href="report_viewer.html"', '<table class="arms">')]
     assert places == sorted(places) and (out.parent / "report_viewer.html").stat().st_size > 100_000
