@@ -5,10 +5,10 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from bench.models import BenchConfig, autocast, mixed, model_config, random_toke
 from bench.timing import Row, attempt, peak_growth, time_in_turn
 from model.attention import backends
 from model.attention.backends import BACKENDS, ROUTES
-from model.attention.mask import Mask
 from model.decoder import Decoder
 from training.distributed import World
-
-ERROR_ROWS = 2048  # queries whose outputs are compared with the N x N formula
 
 
 def attention(cfg: BenchConfig, world: World) -> list[Row]:
@@ -41,11 +38,8 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
             works = [arm if isinstance(arm, str) else partial(arm.run, measure) for _, arm in arms]
             time_in_turn(measure, group, works, cfg.rounds, world.device)
         for row, arm in arms:
-            if isinstance(arm, str):
-                row.facts = {"memory (MB)": None, "error": None}
-            else:
-                memory = partial(op_memory, cfg, row.labels["variant"], row.labels["backend"], length, world)
-                row.facts = {"memory (MB)": attempt(memory), "error": attempt(arm.largest_error)}
+            memory = partial(op_memory, cfg, row.labels["variant"], row.labels["backend"], length, world)
+            row.facts = {"memory (MB)": None if isinstance(arm, str) else attempt(memory)}
         rows += group
     return rows
 
@@ -119,18 +113,6 @@ class AttentionArm:
         """Peak memory in MB that the op's forward and backward pass adds."""
         return peak_growth(partial(self.run, "op forward+backward"), self.device)
 
-    @torch.no_grad()
-    def largest_error(self) -> float:
-        """Largest difference of the op's outputs from the N x N formula in float64, of the first ERROR_ROWS queries."""
-        with self.autocast:
-            outputs = self.op()
-        worst = []
-        for (name, arguments), output in zip(self.calls, outputs, strict=True):
-            part = {key: first_rows(value) for key, value in arguments.items()}
-            expected = getattr(backends, name)(**part | {"backend": "math"})
-            worst.append((output[:1, ..., :ERROR_ROWS, :].double() - expected).abs().max())
-        return torch.stack(worst).max().item()  # NaN if any difference is NaN
-
 
 def op_memory(*arm: Any) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
@@ -152,13 +134,10 @@ def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
     functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union", "attend_map")}
     files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
     uses = [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
-    try:
+    with ExitStack() as stack:
         for file, name, function in uses:
-            setattr(file, name, replace(name, function))
+            stack.enter_context(patch.object(file, name, replace(name, function)))
         yield
-    finally:
-        for file, name, function in uses:
-            setattr(file, name, function)
 
 
 def leaf(value: Any) -> Any:
@@ -175,15 +154,3 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list):
         return [x for part in value for x in tensors(part)]
     return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
-
-
-def first_rows(value: Any) -> Any:
-    """A facade argument in float64: the first sequence, the first ERROR_ROWS positions (they see no later ones)."""
-    if isinstance(value, list):
-        return [first_rows(part) for part in value]
-    if isinstance(value, Mask) and value.bias is not None:
-        return replace(value, bias=value.bias[:1, ..., :ERROR_ROWS, :ERROR_ROWS].double())
-    if not tensors(value):
-        return value
-    value = (value[:1] if value.dim() > 3 else value).double()
-    return value[..., :ERROR_ROWS, :] if value.dim() > 1 else value

@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -43,16 +43,13 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
         sources["retrieval documents"] = RetrievalSource(RetrievalMixConfig(), sources["text, uint16"], ids, length)
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
         steps = itertools.count()
-        works = [partial(read, Loader(source, batch, 1), steps) for source in sources.values()]
+        loaders = [Loader(source, batch, 1) for source in sources.values()]
+        works = [lambda load=load: load(next(steps)) for load in loaders]
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
         for row, source in zip(rows, sources.values(), strict=True):
             row.facts = waits(step, source, length, cfg.rounds)
     return rows
-
-
-def read(load: Loader, steps: Iterator[int]) -> None:
-    load(next(steps))
 
 
 def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:

@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
-import yaml
 from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
-from configs import CONFIG_DIR
+from eval.common import model_files
 from model.config import DecoderConfig
 from training.distributed import World, pick_dtype
 from training.optim import OptimConfig
@@ -39,18 +38,12 @@ class BenchConfig:
 
 def variants(cfg: BenchConfig) -> list[str]:
     """The names of `cfg`, or all of configs/model, the baseline first."""
-    return cfg.variants or sorted(names(), key=lambda name: (name != "baseline", name))
-
-
-def names() -> list[str]:
-    """The names in configs/model."""
-    return sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
+    return cfg.variants or sorted(model_files(), key=lambda name: (name != "baseline", name))
 
 
 def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfig:
     """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
-    group = yaml.safe_load((CONFIG_DIR / "model" / f"{variant}.yaml").read_text()) or {}
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), group, changes))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), model_files()[variant], changes))
 
 
 def autocast(cfg: BenchConfig, world: World) -> torch.autocast:

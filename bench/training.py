@@ -102,31 +102,10 @@ def nanogpt(folder: str | None) -> ModuleType:
     return module
 
 
-class RemoteStep:
-    """A step that `build(*arguments)` makes in a new process. A call takes it there. RuntimeError: the process has died."""
-
-    def __init__(self, build: Callable, *arguments: Any) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=timing.PROCESSES)
-        try:
-            self.ask(_build, build, arguments)
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, function: Callable, *arguments: Any) -> Any:
-        return self._pool.submit(function, *arguments).result()
-
-    def __call__(self) -> None:
-        self.ask(_take_step)
-
-    def close(self) -> None:
-        self._pool.shutdown()
+_step: list[TrainingStep] = []  # the one step of another process
 
 
-_step: list[TrainingStep] = []  # the one step of the other process
-
-
-def _build(build: Callable, arguments: tuple) -> None:
+def _build(build: Callable, *arguments: Any) -> None:
     _step[:] = [build(*arguments)]
 
 
@@ -138,8 +117,11 @@ def _facts(device: torch.device) -> dict[str, float | None]:
     return _step[0].facts(device)
 
 
-def _started(processes: contextlib.ExitStack, *build: Any) -> RemoteStep:
-    return processes.enter_context(contextlib.closing(RemoteStep(*build)))
+def remote_step(processes: contextlib.ExitStack, *build: Any) -> Callable:
+    """A step that `build`, a function and its arguments, makes in a new process. A call takes it there, or calls a function."""
+    pool = processes.enter_context(ProcessPoolExecutor(1, mp_context=timing.PROCESSES))
+    pool.submit(_build, *build).result()
+    return lambda function=_take_step, *arguments: pool.submit(function, *arguments).result()
 
 
 def our_step(cfg: BenchConfig, batch: int) -> TrainingStep:
@@ -191,11 +173,11 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
         rows += [Row({"code": code} | how, batch * cfg.model.context) for code in ("nanoGPT", "gpt2")]
         builds += [(nanogpt_step, mode, batch), (our_step, mode, batch)]
     with contextlib.ExitStack() as processes:
-        steps = [attempt(partial(_started, processes, *build)) for build in builds]
+        steps = [attempt(partial(remote_step, processes, *build)) for build in builds]
         time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
         for row, step in zip(rows, steps, strict=True):
             if row.seconds:
-                row.facts = step.ask(_facts, world.device)
+                row.facts = step(_facts, world.device)
     fastest = min((row for row in rows[::2] if row.seconds), key=lambda row: median(row.seconds[MEASURE]), default=None)
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         if its.seconds and ours.seconds:

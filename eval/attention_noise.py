@@ -5,12 +5,9 @@
 
 One needle is hidden in real text. The attention row of the last prompt token, which has to produce the answer, is split into
 five buckets: first token (the sink), context before the needle, the needle's sentence (answer), context after it, question
-(query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
-averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
-their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum.
-Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
-For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
-2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
+(query). Noise is the two context buckets (arXiv 2410.05258, Table 3). `signed` sums weights with their sign, as the paper does;
+`absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum. Also entropy, negative mass and
+attention sinks (arXiv 2410.10781) by layer and head. docs/METHODS.md, section 7.3.
 Writes eval/attention_noise.json and figures/attention_noise.png, named as eval.perplexity's.
 """
 
@@ -26,7 +23,7 @@ from torch.nn import functional as F
 from configs import command
 from eval import common
 from eval.common import INK, Axes, device_of, figure, mean_se, pad_right, plus_minus
-from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -234,7 +231,7 @@ def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
 
 @command("attention_noise", AttentionNoiseConfig)
 def main(cfg: AttentionNoiseConfig) -> None:
-    check_grid(cfg)
+    common.check_different("depths", [round(depth, 3) for depth in cfg.depths], "[0,0.5,1]")
     run = common.open_run(cfg)
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))

@@ -152,6 +152,12 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tu
     return tokens.to(device), None if keys.all() else keys.to(device)
 
 
+def check_different(key: str, values: Sequence[Any] | None, example: str) -> None:
+    """ValueError for a setting that is an empty list, or a list with a value twice."""
+    if values is not None and len(set(map(str, values))) < max(1, len(values)):
+        raise ValueError(f"{key}={values} must be different values: use {key}={example}")
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model's parameters are (the CPU for a model without any)."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -179,9 +185,6 @@ def say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
-
-
-# Results
 
 
 def run_name(run: str | Path) -> str:
@@ -215,8 +218,8 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
 
     ValueError if it cannot be written, or if its file has the result of another input and name= is not given.
     """
-    settings = vars(cfg)
-    for part in (result_folder(cfg) / "eval", result_folder(cfg) / "figures"):
+    settings, folder = vars(cfg), Path(cfg.out or cfg.run)
+    for part in (folder / "eval", folder / "figures"):
         place = next(place for place in (part, *part.resolve().parents) if place.exists())
         if not os.access(place, os.W_OK):
             raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
@@ -226,17 +229,12 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
-    path = result_folder(cfg) / "eval" / f"{name}.json"
+    path = folder / "eval" / f"{name}.json"
     if settings.get("name") is None and path.is_file():
         before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
         if before != digest.hexdigest():
             raise ValueError(f"eval/{path.name} is of another text or file: give this one a name with name=NAME")
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
-
-
-def result_folder(cfg: EvalConfig) -> Path:
-    """The folder that gets eval/ and figures/."""
-    return Path(cfg.out or cfg.run)
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
@@ -252,22 +250,21 @@ def write_result(
     name: str,
     results: dict[str, Any],
     lines: Iterable[str],
-    draw: Callable[[Path, dict, str, str], None],
+    draw: Callable[[Path, dict, str, str], None] | None = None,
 ) -> None:
     """Print an evaluation's `lines`, then write its results to eval/NAME.json and its figure to figures/NAME.png.
 
     The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
     draw(path, results, title, colour).
     """
-    folder, title = result_folder(cfg), run_name(cfg.run)
+    folder, title = Path(cfg.out or cfg.run), run_name(cfg.run)
     for line in lines:
         say(f"{name}  {title}: {line}")
     record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
     write_json(folder / "eval" / f"{name}.json", record)
-    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
+    if draw:
+        draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
 
-
-# Figures
 
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
 # Mostly Okabe and Ito's palette, which suits the common kinds of colour blindness. A variant has one colour everywhere.
@@ -281,14 +278,15 @@ def colour(variant: str) -> str:
 
 def variant(config: dict[str, Any]) -> str:
     """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
-    fitting = {name: group for name, group in _model_files().items() if _fits(config["model"], group)}
+    fitting = {name: group for name, group in model_files().items() if _fits(config["model"], group)}
     if not fitting:
         return f"layers={config['model'].get('layers')}"
     return max(fitting, key=lambda name: len(str(fitting[name])))
 
 
 @functools.cache
-def _model_files() -> dict[str, Any]:
+def model_files() -> dict[str, Any]:
+    """Name -> content of each file of configs/model."""
     files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
     return {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
 

@@ -5,12 +5,11 @@
 
 Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
-Writes eval/harness.json and figures/harness.png into the run's folder or out=; with name= or file=, harness_NAME, harness_STEM.
+Writes eval/harness.json into the run's folder or out=; with name= or file=, harness_NAME.json, harness_STEM.json.
 """
 
 import hashlib
 import logging
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from omegaconf import MISSING
 from configs import command
 from data.tokenizer_export import export_tokenizer
 from eval import common
-from eval.common import GREY, EvalConfig, figure
+from eval.common import EvalConfig
 from model.interop.huggingface import export
 from training.checkpoint import LoadedRun
 
@@ -33,7 +32,6 @@ except ModuleNotFoundError:  # an optional package: `main` says what to install
 
 TASKS = Path(__file__).parent / "tasks"
 BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
-SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1")  # metrics that the figure shows
 
 
 @dataclass
@@ -161,34 +159,6 @@ def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
     return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A": None
 
 
-def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(task and metric, value, standard error or nan) of the metrics that are shares of the documents."""
-    bars = []
-    for task, metrics in results["tasks"].items():
-        for metric, value in metrics.items():
-            name, comma, chosen = metric.partition(",")  # the error of exact_match,strict is exact_match_stderr,strict
-            if name in SHARES and value is not None:
-                bars.append((f"{task} · {metric}", value, metrics.get(f"{name}_stderr{comma}{chosen}") or math.nan))
-    return bars
-
-
-def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
-    """Bars of the metrics that are shares, with 95 % intervals; no figure without such a metric."""
-    bars = shares(results)
-    if not bars:
-        path.unlink(missing_ok=True)  # that of an earlier result
-        return
-    with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
-        ax = axes[0, 0]
-        names, values, errors = zip(*bars, strict=True)
-        ax.barh(names, values, 0.6, xerr=[1.96 * error for error in errors], color=shade, ecolor=GREY)
-        for y, value in enumerate(values):
-            ax.text(1.02, y, f"{value:.3f}", va="center", ha="left")
-        ax.invert_yaxis()
-        ax.set(xlim=(0, 1), title=title, xlabel="share of the documents")
-        ax.tick_params(axis="y", length=0)
-
-
 def lines(results: dict[str, Any]) -> list[str]:
     """What is printed: the tasks of this command."""
     printed = []
@@ -210,7 +180,7 @@ def main(cfg: HarnessConfig) -> None:
     run = common.open_run(cfg)
     name, about = common.claim_result("harness", cfg, (Path(file).read_bytes() for file in [cfg.file]))
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg) | about
-    common.write_result(run, cfg, name, results, lines(results), draw)
+    common.write_result(run, cfg, name, results, lines(results))
 
 
 if __name__ == "__main__":

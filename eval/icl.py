@@ -1,12 +1,11 @@
-"""In-context learning: accuracy of many-shot classification, and its dependence on the order of the demonstrations.
+"""In-context learning: accuracy of many-shot classification by number of demonstrations.
 
-    python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
+    python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100]
     python -m eval.icl run=runs/NAME examples=FILE [test=FILE] [name=NAME]
 
 A prompt is a number of demonstrations (text and label) and one more text; the answer is the label with the highest summed
 log-probability. An episode is one random choice of demonstrations and questions; its first n demonstrations are used for n
-shots; errors are over episodes. Order robustness: best minus worst accuracy over `orders` orders of the same demonstrations,
-random, alternating by class and grouped by class. After arXiv 2410.05258, section 3.4; 2405.00200; 2212.10947.
+shots; errors are over episodes. After arXiv 2410.05258, section 3.4; 2405.00200; 2212.10947.
 examples= is a CSV file with the header text,label, or text,category as Banking77's file has. Without examples= the task is
 synthetic: words of a few classes, and one random number for each class, in the sentences of data.retrieval. A shown word tests
 recall; another word tests whether the model has learned the class.
@@ -16,7 +15,6 @@ Writes eval/icl.json and figures/icl.png; for given examples icl_STEM, as eval.p
 import csv
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,19 +22,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from scipy import stats
 
 from configs import command
 from data.retrieval import draw_numbers
 from data.tokenizer import Tokenizer
 from eval import common
-from eval.common import GREY, Axes, EvalConfig, figure, mean_se, plus_minus
+from eval.common import GREY, EvalConfig, figure, mean_se, plus_minus
 from eval.needle_text import trained_digits
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 
-ARRANGEMENTS = ("random", "alternating", "grouped")
-EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
+EPISODES_SYNTHETIC, EPISODES = 100, 10
 WORDS = {  # 8 classes of 12 words
     "animals": "horse tiger rabbit camel donkey monkey goat sheep wolf fox eagle mouse",
     "food": "bread apple onion butter cheese rice soup potato lemon honey sugar cake",
@@ -61,7 +57,6 @@ class IclConfig(EvalConfig):
     shots: Annotated[list[int] | None, "[1, inf)"] = None  # None: powers of two that fit in the trained context, and the most
     episodes: Annotated[int | None, "[1, inf)"] = None  # None: 100 of the synthetic task or 10 of a file
     queries: Annotated[int, "[1, inf)"] = 50  # questions per episode, at most
-    orders: Annotated[int, "[0, inf)"] = 10  # orders to try in each arrangement (in at most 20 episodes); 0: none
     classes: Annotated[int, "[2, 8]"] = 4  # of the synthetic task
     words: Annotated[int, "[1, 12]"] = 2  # per class of the synthetic task
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the episodes
@@ -95,16 +90,6 @@ class Episode:
     labels: list[str]
 
 
-def check(cfg: IclConfig) -> None:
-    """Raise ValueError for settings that cannot be evaluated."""
-    if cfg.examples is None and cfg.test:
-        raise ValueError("test= needs a file of demonstrations: give examples=FILE, too")
-    if cfg.shots is not None and len(set(cfg.shots)) < max(1, len(cfg.shots)):
-        raise ValueError(f"shots={cfg.shots} must be different numbers: use shots=[1,2,4,8]")
-    if cfg.orders == 1:
-        raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
-
-
 def read_examples(path: Path) -> list[Example]:
     """The examples of a CSV file with the columns text and label, or category. ValueError where the file has no examples."""
     if not path.is_file():
@@ -122,6 +107,8 @@ def read_examples(path: Path) -> list[Example]:
 
 def load_task(cfg: IclConfig) -> Task:
     """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
+    if cfg.examples is None and cfg.test:
+        raise ValueError("test= needs a file of demonstrations: give examples=FILE, too")
     if cfg.examples is None:
         return Task("synthetic", *SYNTHETIC, [], [])
     demonstrations = read_examples(Path(cfg.examples))
@@ -165,18 +152,6 @@ def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int
     return Episode(shown[:shots], questions, numbers)
 
 
-def arrange(examples: Sequence[Example], how: str, rng: np.random.Generator) -> list[Example]:
-    """The same examples in another order: `random`, `grouped` by class, or `alternating` between the classes that are left."""
-    shuffled = [examples[i] for i in rng.permutation(len(examples))]
-    if how == "random":
-        return shuffled
-    labels = list(dict.fromkeys(example.label for example in shuffled))
-    groups = [[example for example in shuffled if example.label == label] for label in labels]
-    if how == "grouped":
-        return list(itertools.chain(*groups))
-    return [example for turn in itertools.zip_longest(*groups) for example in turn if example is not None]
-
-
 class Writer:
     """Turns episodes into token ids. A text has the same tokens in a demonstration and in a question."""
 
@@ -213,7 +188,7 @@ def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> 
 
 
 def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
-    """Accuracy for each number of shots, `order` robustness, and what chance would give for both."""
+    """Accuracy for each number of shots, and what chance would give."""
     digits = max(2, trained_digits(run.config))  # there are too few numbers of one digit
     count = cfg.episodes or (EPISODES_SYNTHETIC if not task.demonstrations else EPISODES)
     context = run.model.cfg.context
@@ -222,17 +197,15 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     writer = Writer(task, run.tokenizer)
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
     shown = [replace(episode, demonstrations=episode.demonstrations[:n]) for n in shots for episode in episodes]
-    orders = reordered(shown[-count:][:ORDER_EPISODES], cfg)
-    with common.progress("icl", len(shown) + len(orders)) as bar:
-        _, scores = score_jobs(run.model, list(map(writer.job, shown + orders)), cfg.batch, done=bar.update)  # (Q, C) each
+    with common.progress("icl", len(shown)) as bar:
+        _, scores = score_jobs(run.model, list(map(writer.job, shown)), cfg.batch, done=bar.update)  # (Q, C) each
     parts = [slice(i * count, (i + 1) * count) for i in range(len(shots))]
     rows = [{"shots": n} | summary(shown[part], scores[part]) for n, part in zip(shots, parts, strict=True)]
     classes, queries = len(episodes[0].labels), len(episodes[0].questions)
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}
     results |= {key: rows[-1][key] for key in ("accuracy", "se")}
     digest = hashlib.sha256(b"".join(map(spelled_out, episodes))).hexdigest()
-    order = order_summary(orders, scores[len(shown) :], cfg.orders) if orders else None
-    return results | {"sha256": digest, "queries": queries, "shots": rows, "order": order}
+    return results | {"sha256": digest, "queries": queries, "shots": rows}
 
 
 def spelled_out(part: Task | Episode) -> bytes:
@@ -270,92 +243,36 @@ def correct(episode: Episode, scores: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return ((scores >= right[:, None]).sum(axis=1) == 1).astype(float), np.logaddexp.reduce(scores, axis=1) - right
 
 
-def reordered(episodes: Sequence[Episode], cfg: IclConfig) -> list[Episode]:
-    """Each episode with its demonstrations in `cfg.orders` orders of each arrangement; [] for one demonstration."""
-    return [
-        replace(episode, demonstrations=arrange(episode.demonstrations, how, np.random.default_rng([cfg.seed, i, a, order])))
-        for i, episode in enumerate(episodes)
-        if len(episode.demonstrations) > 1
-        for a, how in enumerate(ARRANGEMENTS, 1)
-        for order in range(cfg.orders)
-    ]
-
-
-def order_summary(episodes: Sequence[Episode], scores: Sequence[np.ndarray], orders: int) -> dict[str, Any]:
-    """For each arrangement of `reordered`: best and worst accuracy over the orders and their difference, mean over episodes."""
-    hits = [right.mean() for right, _ in map(correct, episodes, scores)]
-    labels, questions = len(episodes[0].labels), len(episodes[0].questions)
-    results: dict[str, Any] = {"shots": len(episodes[0].demonstrations), "orders": orders}
-    results["guessing"] = guessing_margin(1 / labels, questions, orders)
-    by_arrangement = np.reshape(hits, (-1, len(ARRANGEMENTS), orders)).swapaxes(0, 1)  # each (episodes, orders)
-    for how, values in zip(ARRANGEMENTS, by_arrangement, strict=True):
-        best, worst = values.max(axis=1), values.min(axis=1)
-        margin, se = mean_se(best - worst)
-        means = {"best": best, "worst": worst, "mean": [sum(row) / orders for row in values.tolist()]}
-        results[how] = {"margin": margin, "margin_se": se} | {name: float(np.mean(v)) for name, v in means.items()}
-    return results
-
-
-def guessing_margin(p: float, n: int, orders: int) -> float:
-    """Expected best minus worst of `orders` independent guesses of n answers, each right with probability p."""
-    below = stats.binom.cdf(np.arange(n), n, p)  # P(at most k right), k < n
-    return float((1 - below**orders).sum() - ((1 - below) ** orders).sum()) / n
-
-
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Accuracy against demonstrations, with chance, and the margins between orders; bars are standard errors."""
-    order = results["order"]
-    with figure(path, 5.2 if order is None else 10, 4, columns=1 if order is None else 2) as axes:
-        _accuracies(axes[0, 0], results, line_colour)
-        axes[0, 0].set_title(f"{title} · {results['task']}")
-        if order:
-            ax = axes[0, 1]
-            margins, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "margin_se"))
-            ax.bar(range(len(margins)), margins, yerr=errors, color=line_colour, ecolor=GREY, capsize=3, width=0.6)
-            ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="best minus worst of random guesses")
-            ax.set_xticks(range(len(margins)), ARRANGEMENTS)
-            ax.set(ylabel=f"best minus worst accuracy of {order['orders']} orders", ylim=(0, None))
-            ax.set_title(f"{title} · order of {order['shots']} demonstrations")
-            ax.legend(loc="best")
-
-
-def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
+    """Accuracy against demonstrations, with chance; bars are standard errors."""
     rows = results["shots"]
     shots, accuracies, errors = ([row[key] for row in rows] for key in ("shots", "accuracy", "se"))
-    ax.axhline(results["chance"], color=GREY, linestyle="--", linewidth=1.2, label="chance")
-    ax.errorbar(shots, accuracies, errors, color=line_colour, marker="o", capsize=3, label="all questions")
-    for key, style, label in (("recall", "--", "shown words"), ("new", ":", "new words")):
-        points = [(row["shots"], row[key]) for row in rows if row[key] is not None]
-        if results["task"] == "synthetic" and points:
-            ax.plot(*zip(*points, strict=True), style, color=line_colour, linewidth=1.2, marker=".", label=label)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(shots, [f"{n:,}" for n in shots])
-    ax.set(xlabel="demonstrations", ylabel=f"accuracy ({results['classes']} classes)", ylim=(-0.02, 1.02))
-    ax.legend(loc="best")
-
-
-def lines(results: dict[str, Any]) -> list[str]:
-    """What is printed."""
-    printed = [
-        f"{results['task']}, {row['shots']} shots: accuracy {plus_minus(row['accuracy'], row['se'])} "
-        f"(chance {results['chance']:.3f})"
-        for row in results["shots"]
-    ]
-    if order := results["order"]:
-        margins = ", ".join(f"{how} {plus_minus(order[how]['margin'], order[how]['margin_se'])}" for how in ARRANGEMENTS)
-        orders = f"best minus worst of {order['orders']} orders of {order['shots']} demonstrations"
-        printed.append(f"{orders}: {margins} (guessing {order['guessing']:.3f})")
-    return printed
+    with figure(path, 5.2, 4) as axes:
+        ax = axes[0, 0]
+        ax.axhline(results["chance"], color=GREY, linestyle="--", linewidth=1.2, label="chance")
+        ax.errorbar(shots, accuracies, errors, color=line_colour, marker="o", capsize=3, label="all questions")
+        for key, style, label in (("recall", "--", "shown words"), ("new", ":", "new words")):
+            points = [(row["shots"], row[key]) for row in rows if row[key] is not None]
+            if results["task"] == "synthetic" and points:
+                ax.plot(*zip(*points, strict=True), style, color=line_colour, linewidth=1.2, marker=".", label=label)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(shots, [f"{n:,}" for n in shots])
+        ax.set(xlabel="demonstrations", ylabel=f"accuracy ({results['classes']} classes)", ylim=(-0.02, 1.02))
+        ax.set_title(f"{title} · {results['task']}")
+        ax.legend(loc="best")
 
 
 @command("icl", IclConfig)
 def main(cfg: IclConfig) -> None:
-    check(cfg)
+    common.check_different("shots", cfg.shots, "[1,2,4,8]")
     task = load_task(cfg)
     run = common.open_run(cfg)
     name, about = common.claim_result("icl", cfg, [spelled_out(task)])
     results = evaluate(run, task, cfg) | about
-    common.write_result(run, cfg, name, results, lines(results), draw)
+    what, chance = task.name, f"(chance {results['chance']:.3f})"
+    accuracies = {row["shots"]: plus_minus(row["accuracy"], row["se"]) for row in results["shots"]}
+    lines = [f"{what}, {shots} shots: accuracy {accuracy} {chance}" for shots, accuracy in accuracies.items()]
+    common.write_result(run, cfg, name, results, lines, draw)
 
 
 if __name__ == "__main__":

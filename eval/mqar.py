@@ -5,16 +5,14 @@
 For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
 the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
 `attention`: of the rows at the questions, the share of absolute mass on the distractors, on the pair's key and value, on the
-first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
-`map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context. `altered`: accuracy with
-lambda set to 0, with its sign flipped, and with a second map uniform over the keys that a query sees, without further training.
+first token, and elsewhere. Differential heads also have `map_1`, `map_2` and their `correlation` over the distractors.
+`altered`: accuracy with lambda set to 0, without further training.
 Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +24,8 @@ from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
 from eval import common
 from eval.common import GREY, EvalConfig, figure, mean_se, plus_minus
-from eval.outliers import maps_that_fit
 from eval.scoring import floats_per_token
-from model.attention.probe import probe, visit_logits
+from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
 BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
@@ -60,46 +57,17 @@ def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[T
     return [torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device) for name in names]
 
 
-# Changes to a trained model
-
-
-def lambda_layers(model: nn.Module) -> list[nn.Module]:
-    """The attention layers that subtract a second map and have a method `lam`, which gives lambda."""
-    return [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
-
-
 @contextmanager
-def lambda_times(model: nn.Module, factor: float) -> Iterator[None]:
-    """A context in which every lambda of the model is multiplied by `factor`."""
-    layers = lambda_layers(model)
+def lambda_zero(model: nn.Module) -> Iterator[bool]:
+    """A context in which every lambda of the model is 0; gives whether it has layers that subtract a second map."""
+    layers = [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
     for layer in layers:  # an attribute of the object hides the method of its class
-        layer.lam = lambda *inputs, lam=layer.lam: factor * lam(*inputs)
+        layer.lam = lambda *inputs, lam=layer.lam: 0.0 * lam(*inputs)
     try:
-        yield
+        yield bool(layers)
     finally:
         for layer in layers:
             del layer.lam
-
-
-def uniform_second_map(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the second map of every differential head is uniform over the keys that its query sees."""
-
-    def visit(layer: int, logits: Tensor, see: Tensor) -> Tensor | None:
-        if logits.dim() < 5:  # one map
-            return None
-        return torch.stack((logits[:, :, 0], torch.zeros_like(logits[:, :, 1])), dim=2)
-
-    return visit_logits(model, visit)
-
-
-ALTERED = {
-    "lambda_zero": partial(lambda_times, factor=0.0),
-    "lambda_turned": partial(lambda_times, factor=-1.0),
-    "map_2_uniform": uniform_second_map,
-}
-
-
-# Where the attention goes
 
 
 @torch.inference_mode()
@@ -163,29 +131,24 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
     return (standard(first) * standard(second)).sum(-1).mean((1, 2))
 
 
-# The evaluation
-
-
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
-    """Accuracy and attention at each share, and for a model with second maps the accuracy of the altered model."""
+    """Accuracy and attention at each share, and for a model with second maps the accuracy with lambda set to 0."""
     model, sources = run.model, sources_of(run, cfg)
-    shares, attention = [], []
-    altered: dict[str, list[dict[str, Any]]] = {name: [] for name in (ALTERED if lambda_layers(model) else ())}
+    shares, attention, zero = [], [], []
     with common.progress("mqar", len(cfg.shares)) as bar:
         for share, source in zip(cfg.shares, sources, strict=True):
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
             where = {"percent": round(100 * share)}
             shares.append(where | accuracy(model, samples, cfg.batch))
             attention.append(where | read_attention(model, samples, cfg.batch))
-            few = maps_that_fit(model, len(samples[0].tokens), cfg.batch)  # a change may make whole maps
-            for name, rows in altered.items():
-                with ALTERED[name](model):
-                    rows.append(where | accuracy(model, samples, few))
+            with lambda_zero(model) as differential:
+                if differential:
+                    zero.append(where | accuracy(model, samples, cfg.batch))
             bar.update()
     results = {"shares": shares, "mean": float(np.mean([row["accuracy"] for row in shares])), "attention": attention}
     task, trained = sources[0].cfg, run.config["data"]["mqar"]
     about = {"chance": 1 / task.values, "samples": cfg.samples, "kind": task.kind, "trained": trained}
-    return results | ({"altered": altered} if altered else {}) | about
+    return results | ({"altered": {"lambda_zero": zero}} if zero else {}) | about
 
 
 def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, float]:
@@ -198,21 +161,17 @@ def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
     """The run's task at each of the shares. ValueError for what cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
-    if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
-        raise ValueError("shares= must be different numbers: use shares=[0,0.5,0.9]")
+    common.check_different("shares", [round(share, 2) for share in cfg.shares], "[0,0.5,0.9]")
     tasks = [MqarConfig(**run.config["data"]["mqar"] | {"distractors": share}) for share in cfg.shares]
     return [Mqar(task, shortest_row(task)) for task in tasks]
 
 
-LOOKS = {"as trained": "-", "lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
-
-
 def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
-    """Accuracy against the share of distractors, with standard errors; one more line for each altered model."""
+    """Accuracy against the share of distractors, with standard errors; one more line with lambda set to 0."""
     with figure(path, 5.6, 4.2) as axes:
         ax = axes[0, 0]
         for name, rows in accuracies(results).items():
-            look = {"linestyle": LOOKS[name], "color": line if name == "as trained" else GREY, "marker": "o", "markersize": 4}
+            look = {"color": line if name == "as trained" else GREY, "marker": "o", "markersize": 4}
             values, errors = ([row[key] for row in rows] for key in ("accuracy", "se"))
             ax.errorbar(range(len(rows)), values, errors, label=name.replace("_", " "), **look)
         ax.axhline(results["chance"], color=GREY, linewidth=0.8)
@@ -223,7 +182,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
 
 
 def accuracies(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the model as trained and of each altered model."""
+    """The rows of the model as trained, and with lambda set to 0."""
     return {"as trained": results["shares"], **results.get("altered", {})}
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from configs import command
 from eval import common
 from eval.common import INK, Axes, figure, mean_se, plus_minus
-from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, needle_contexts
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
@@ -133,17 +133,6 @@ def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
     bar.outline.set_visible(False)
 
 
-def check(cfg: NeedleConfig) -> None:
-    """Raise ValueError for a grid that cannot be evaluated."""
-    check_grid(cfg)
-    for pair in cfg.pairs or ONE:
-        if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
-            raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
-    for cells, example in ((cfg.pairs, "pairs=[[1,1],[4,2]]"), (cfg.lengths, "lengths=[128,256]")):
-        if cells is not None and len({str(cell) for cell in cells}) < max(1, len(cells)):
-            raise ValueError(f"{cells} is empty or has the same cells twice: use {example}, or leave it out")
-
-
 def line(pair: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     """What is printed of one (N, R)."""
     rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
@@ -153,7 +142,12 @@ def line(pair: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 
 @command("needle", NeedleConfig)
 def main(cfg: NeedleConfig) -> None:
-    check(cfg)
+    common.check_different("depths", [round(depth, 3) for depth in cfg.depths], "[0,0.5,1]")
+    common.check_different("lengths", cfg.lengths, "[128,256]")
+    common.check_different("pairs", cfg.pairs, "[[1,1],[4,2]]")
+    for pair in cfg.pairs or ONE:
+        if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
+            raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
     run = common.open_run(cfg)
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("needle", cfg, common.content_of(parts))

@@ -25,12 +25,6 @@ class NeedleGridConfig(TextEvalConfig):
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
-def check_grid(cfg: NeedleGridConfig) -> None:
-    """Raise ValueError for a grid without a depth, or with a depth twice, whose contexts are the same."""
-    if not cfg.depths or len({round(1000 * depth) for depth in cfg.depths}) < len(cfg.depths):
-        raise ValueError(f"depths={cfg.depths} must be different numbers: use depths=[0,0.5,1], or leave it out")
-
-
 class Cell(NamedTuple):
     """Contexts of `length` tokens with `needles` facts, of which `asked` have a question; that fact lies at `depth`."""
 

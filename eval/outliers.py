@@ -5,13 +5,12 @@
 Attention logits are |q.k| / sqrt(d), the inputs of every softmax (both maps of a differential head, every path of an
 introspective layer), without the pairs that the mask hides. Hidden states are the absolute values of every layer's output.
 top-k is exact, the median to 0.05 % of its value. Table 5 of arXiv 2410.05258, defined in microsoft/unilm issue 1666.
-Writes eval/outliers.json and figures/outliers.png, named as eval.perplexity's.
+Writes eval/outliers.json, named as eval.perplexity's.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from configs import command
 from eval import common
-from eval.common import GREY, LOGITS_IN_MEMORY, TextEvalConfig, figure
+from eval.common import LOGITS_IN_MEMORY, TextEvalConfig
 from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
@@ -104,20 +103,6 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
     return results | {"tokens": n * length, "windows": n, "length": length, "sha256": digest(windows)}
 
 
-def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Top-k and median of logits and hidden states, on log axes."""
-    with figure(path, 10, 3.6, columns=2) as axes:
-        for (kind, label), ax in zip(KINDS.items(), axes[0], strict=True):
-            values = {key.replace("top", "top-"): value for key, value in results[kind].items() if key != "count" and value}
-            for x, (name, value) in enumerate(values.items()):
-                ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
-                ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
-            ax.set_yscale("log")
-            ax.set(xlim=(-0.5, len(values) - 0.5), ylim=(min(values.values()) / 2, max(values.values()) * 2.5))
-            ax.set_xticks(range(len(values)), values)
-            ax.set(title=f"{title} · {label}", ylabel="magnitude")
-
-
 def line(kind: str, results: dict[str, Any]) -> str:
     """What is printed of the logits or the hidden states."""
     values = results[kind]
@@ -131,7 +116,7 @@ def main(cfg: OutliersConfig) -> None:
     run = common.open_run(cfg)
     windows, name, about = claim_windows("outliers", run, cfg)
     results = evaluate(run.model, windows, cfg.batch) | about
-    common.write_result(run, cfg, name, results, [line(kind, results) for kind in KINDS], draw)
+    common.write_result(run, cfg, name, results, [line(kind, results) for kind in KINDS])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""Overlap of a test text with the training text: the share of the test text's different 13-word sequences that occur in
-training.
+"""Overlap of a test text with the training text: the share of its different 13-word sequences that occur in training.
 
-GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters
-and digits in lower case, and 13 words in a row are seldom equal by chance. Chinese and Japanese have no spaces between
-words, so each of their characters counts as a word.
+The measure of GPT-3's contamination study (arXiv 2005.14165, appendix C): words are runs of letters and digits in lower case.
+Each Chinese or Japanese character counts as a word.
 """
 
 import hashlib

@@ -4,10 +4,9 @@
         [training_counts=false]
 
 Windows of `length` tokens (default: the trained context) do not overlap, and lie at even distances if the data have more than
-`tokens` tokens. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4). `recall` splits the loss as
-Zoology does (arXiv 2312.04927): a token is a `hit` if it completes a bigram that has occurred before in the same window, else
-`other`. If the run's training shards still exist, a hit whose bigram they have more than 1,250 times is a `frequent_hit`, else
-a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
+`tokens` tokens. `recall` splits the loss: a token is a `hit` if it completes a bigram that has occurred before in its window,
+else `other`; a hit is rare or frequent in the run's training shards, if they still exist. docs/METHODS.md, section 7.1.
+text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
 Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
 other files, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
 """
@@ -30,7 +29,7 @@ from data.loader import Windows
 from data.shards import Shard, open_split
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
-from eval.recall import bigrams, frequent_bigrams, recall_hits
+from eval.recall import frequent_bigrams, ngram_codes, recall_hits
 from training.checkpoint import LoadedRun
 from training.text import refuse_other_text
 
@@ -81,6 +80,17 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
 
 
 @torch.inference_mode()
+def window_losses(model: nn.Module, windows: np.ndarray, batch: int, vocab_size: int) -> Tensor:
+    """(n, T) losses of windows (n, T + 1) as float64, in nats."""
+    losses = []
+    with common.progress("losses", len(windows)) as bar:
+        for part in common.batches(windows, batch, (windows.shape[1] - 1) * vocab_size):
+            tokens = torch.from_numpy(part).to(common.device_of(model))
+            losses.append(token_losses(model, tokens, vocab_size).double().cpu())
+            bar.update(len(part))
+    return torch.cat(losses)
+
+
 def evaluate(
     model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, batch: int = 32, frequent: np.ndarray | None = None
 ) -> dict[str, Any]:
@@ -89,13 +99,7 @@ def evaluate(
     frequent: codes of bigrams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
     """
     n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
-    parts = []  # losses (B, T)
-    with common.progress("perplexity", n) as bar:
-        for part in common.batches(windows, batch, length * vocab_size):
-            tokens = torch.from_numpy(part).to(common.device_of(model))
-            parts.append(token_losses(model, tokens, vocab_size).double().cpu().numpy())
-            bar.update(len(part))
-    losses = np.concatenate(parts)  # (n, T)
+    losses = window_losses(model, windows, batch, vocab_size).numpy()  # (n, T)
     by_position = losses.sum(axis=0) / n
     loss, se = mean_se(losses.sum(axis=1) / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
@@ -121,7 +125,7 @@ def recalled(losses: np.ndarray, windows: np.ndarray, vocab_size: int, frequent:
     hits = recall_hits(windows, vocab_size)
     kinds = {"hit": hits}
     if frequent is not None:
-        known = np.isin(bigrams(windows, vocab_size), frequent)
+        known = np.isin(ngram_codes(windows, 2, vocab_size), frequent)
         kinds |= {"rare_hit": hits & ~known, "frequent_hit": hits & known}
     kinds["other"] = ~hits
     results: dict[str, Any] = {
@@ -159,12 +163,10 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Positions (counted from 1) and mean losses of log-spaced buckets, two per octave."""
-    length = len(by_position)
-    edges = np.unique(np.round(2 ** np.arange(0, math.log2(length) + 1, 0.5)).astype(int))
-    edges = np.union1d([1], np.append(edges[edges < length], length + 1))
-    spans = list(zip(edges[:-1], edges[1:], strict=True))
-    middles = np.array([math.sqrt(start * (stop - 1)) for start, stop in spans])
-    return middles, np.array([np.mean(by_position[start - 1 : stop - 1]) for start, stop in spans])
+    positions = np.arange(1, len(by_position) + 1)
+    cuts = np.flatnonzero(np.diff(np.floor(2 * np.log2(positions)))) + 1
+    middles = [math.sqrt(part[0] * part[-1]) for part in np.split(positions, cuts)]
+    return np.array(middles), np.array([part.mean() for part in np.split(np.array(by_position), cuts)])
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:

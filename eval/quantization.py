@@ -3,8 +3,8 @@
     python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [name=NAME] [tokens=100000]
 
 The logits of every attention softmax are rounded to a b-bit integer times a scale, max|x| / (2^(b-1) - 1) over the visible
-logits of one head's map of one window (absmax, dynamic); everything else stays in float32. Figure 8 of arXiv 2410.05258, with
-another metric than HellaSwag: the change of the validation loss, paired: the same windows with and without rounding.
+logits of one head's map of one window; everything else stays in float32. Figure 8 of arXiv 2410.05258 with another metric: the
+change of the validation loss on the same windows.
 Writes eval/quantization.json and figures/quantization.png, named as eval.perplexity's.
 """
 
@@ -21,7 +21,7 @@ from configs import command
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
 from eval.outliers import maps_that_fit
-from eval.perplexity import claim_windows, digest, token_losses
+from eval.perplexity import claim_windows, digest, window_losses
 from model.attention.probe import visit_logits
 
 
@@ -50,26 +50,14 @@ def quantized(model: nn.Module, bits: int | None) -> AbstractContextManager[None
     return nullcontext() if bits is None else visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits))
 
 
-@torch.inference_mode()
-def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarray:
-    """(n,) mean loss in nats per token of each window (n, T + 1)."""
-    length, losses = windows.shape[1] - 1, []
-    for part in common.batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
-        tokens = torch.from_numpy(part).to(common.device_of(model))
-        losses.append(token_losses(model, tokens, model.cfg.vocab_size).double().mean(1).cpu().numpy())
-    return np.concatenate(losses)
-
-
 def evaluate(model: nn.Module, windows: np.ndarray, cfg: QuantizationConfig) -> dict[str, Any]:
     """Loss as trained and at each number of bits, with the paired change."""
-    losses = []  # as trained, then for each of cfg.bits
-    with common.progress("quantization", 1 + len(cfg.bits)) as bar:
-        for bits in (None, *cfg.bits):
-            with quantized(model, bits):
-                losses.append(window_losses(model, windows, cfg.batch))
-            bar.update()
+    losses, rows = [], []  # losses of the windows as trained, then for each of cfg.bits
+    few = maps_that_fit(model, windows.shape[1] - 1, cfg.batch)
+    for bits in (None, *cfg.bits):
+        with quantized(model, bits):
+            losses.append(window_losses(model, windows, few, model.cfg.vocab_size).mean(1).numpy())
     plain, *rounded = losses
-    rows = []
     for bits, values in zip(cfg.bits, rounded, strict=True):
         change, se = mean_se(values - plain)
         rows.append({"bits": bits, "loss": float(values.mean()), "loss_change": change, "loss_change_se": se})
@@ -91,19 +79,14 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
         ax.set(title=title, xlabel="bits of the attention logits", ylabel="change of loss (nats per token)")
 
 
-def line(row: dict[str, Any], windows: int) -> str:
-    """What is printed of one number of bits."""
-    return f"{row['bits']} bits: loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')} ({windows} windows)"
-
-
 @command("quantization", QuantizationConfig)
 def main(cfg: QuantizationConfig) -> None:
-    if not cfg.bits or len(set(cfg.bits)) < len(cfg.bits):
-        raise ValueError(f"bits={cfg.bits} must be different numbers: use bits=[8,6,4]")
+    common.check_different("bits", cfg.bits, "[8,6,4]")
     run = common.open_run(cfg)
     windows, name, about = claim_windows("quantization", run, cfg)
     results = evaluate(run.model, windows, cfg) | about
-    lines = [line(row, len(windows)) for row in results["bits"]]
+    changes = {row["bits"]: plus_minus(row["loss_change"], row["loss_change_se"], "+.4f") for row in results["bits"]}
+    lines = [f"{bits} bits: loss {change} ({len(windows)} windows)" for bits, change in changes.items()]
     common.write_result(run, cfg, name, results, lines, draw)
 
 

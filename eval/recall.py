@@ -1,8 +1,7 @@
 """Associative recall: targets that repeat a bigram of their window, and how often the training text has that bigram.
 
-Targets are split as in Zoology (arXiv 2312.04927, section 3). A target is a hit if it ends a bigram that has occurred before in
-its window. The model can recall a hit from the window, but where the bigram is frequent in training, the model may also know
-the target from training.
+As in Zoology (arXiv 2312.04927, section 3): a target is a hit if it ends a bigram that has occurred before in its window. Where
+the bigram is frequent in training, the model may also know the target from training.
 """
 
 import contextlib
@@ -27,15 +26,10 @@ def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     return sum(tokens[..., i : stop + i].astype(np.int64) * vocab_size ** (n - 1 - i) for i in range(n))
 
 
-def bigrams(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The code of each bigram in (..., T + 1) ids: (..., T)."""
-    return ngram_codes(tokens, 2, vocab_size)
-
-
 def recall_hits(windows: np.ndarray, vocab_size: int) -> np.ndarray:
     """(B, T) bool for windows (B, T + 1): the target ends a bigram that has occurred in its window before."""
     hits = np.ones((windows.shape[0], windows.shape[1] - 1), dtype=bool)
-    for row, codes in zip(hits, bigrams(windows, vocab_size), strict=True):
+    for row, codes in zip(hits, ngram_codes(windows, 2, vocab_size), strict=True):
         row[np.unique(codes, return_index=True)[1]] = False
     return hits
 
@@ -45,7 +39,7 @@ def frequent_bigrams(folder: Path, shards: Sequence[Shard], windows: np.ndarray,
 
     The counts are saved beside the shards and used again for the same windows.
     """
-    wanted = np.unique(bigrams(windows, vocab_size)[recall_hits(windows, vocab_size)])
+    wanted = np.unique(ngram_codes(windows, 2, vocab_size)[recall_hits(windows, vocab_size)])
     counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), 2, vocab_size, counted])
     path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
@@ -68,7 +62,7 @@ def bigram_counts(shards: Sequence[Shard], wanted: np.ndarray, vocab_size: int) 
         for shard in shards:
             for start in range(0, len(shard), CHUNK):
                 tokens = shard.read(start, min(start + CHUNK + 1, len(shard)))
-                codes = np.sort(bigrams(tokens, vocab_size).astype(narrow))
+                codes = np.sort(ngram_codes(tokens, 2, vocab_size).astype(narrow))
                 counts += np.searchsorted(codes, wanted, "right") - np.searchsorted(codes, wanted, "left")
                 bar.update(min(CHUNK, len(shard) - start))
     return counts

@@ -9,9 +9,9 @@ Two models stand side by side. A differential head shows either of its maps, or 
 import base64
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from training.checkpoint import LoadedRun
 
 STEPS = 127  # steps of the quantised square root, on either side of zero
 GUESSES = 3  # next tokens shown per position
+DEPTHS = (0.1, 0.5, 0.9)  # of the needle, one example each
 
 
 @dataclass
@@ -41,10 +42,8 @@ class ViewerConfig:
     runs: list[str] = MISSING
     out: str = "viewer.html"  # the HTML file to write
     length: int = 96
-    depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # depths of the needle, one example each
     prompt: str | None = None  # another text, as the first example
     text: str | None = None
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the needle examples
     device: str = "auto"  # auto | cpu | cuda
 
 
@@ -92,7 +91,8 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig, colours: Sequence[
             for of_example, one in zip(maps, looks, strict=True):
                 of_example.append(_packed(one, tokenizer))
             bar.update()
-    data = {"models": models, "examples": [_described(one, tokenizer) for one in made], "maps": maps, "steps": STEPS}
+    described = [vars(one) | {"tokens": [shown(tokenizer, int(token)) for token in one.tokens]} for one in made]
+    data = {"models": models, "examples": described, "maps": maps, "steps": STEPS}
     text = json_text(data, ensure_ascii=False, separators=(",", ":"))
     says = (
         f"{', '.join(names)}: every head of every layer on {len(made)} examples of up to "
@@ -108,7 +108,7 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
     if length < 2:
         raise ValueError(f"length={cfg.length} is too short for an example: use length=96")
     hay = haystack(run, evaluation_tokens(run, TextEvalConfig(run=str(run.path), text=cfg.text)))
-    made = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
+    made = [_needle(run, hay, length, depth) for depth in DEPTHS]
     texts = {"text": hay[1:length]}
     if cfg.prompt is not None:
         prompt = run.tokenizer.encode(cfg.prompt)
@@ -120,10 +120,8 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
     return made[-1:] + made[:-1] if cfg.prompt is not None else made
 
 
-def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: int) -> Example:
-    if not 0 <= depth <= 1:
-        raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0.1,0.5,0.9], from 0 to 1")
-    rng = np.random.default_rng([seed, round(1000 * depth)])
+def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float) -> Example:
+    rng = np.random.default_rng([0, round(1000 * depth)])
     (query,) = needle_queries(rng, hay, run.tokenizer, Cell(length, depth), trained_digits(run.config))
     tokens = np.concatenate((query.prompt, query.answer))
     names = ("first token", "context before", "needle", "context after", "question", "answer")
@@ -131,9 +129,6 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: in
     ends = (0, min(1, start), start, stop, query.question, len(query.prompt), len(tokens))
     spans = {name: span for name, span in zip(names, itertools.pairwise(ends), strict=True) if span[0] < span[1]}
     return Example(f"needle at {100 * depth:g} % of the context", tokens, spans, len(query.prompt) - 1)
-
-
-# ---------------------------------------- maps
 
 
 @torch.inference_mode()
@@ -211,11 +206,6 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
     except UnicodeDecodeError:
         return "".join(f"⟨{byte:02x}⟩" for byte in piece)
     return text.replace("\n", "↵").replace("\r", "").replace("\t", "⇥") or "⟨⟩"
-
-
-def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
-    tokens = [shown(tokenizer, int(token)) for token in example.tokens]
-    return {"title": example.title, "tokens": tokens, "spans": example.spans, "query": example.query}
 
 
 @command("viewer", ViewerConfig)

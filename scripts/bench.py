@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.attention import attention
 from bench.data import loader, tokenizer
 from bench.decoding import decode
-from bench.models import BenchConfig, names
+from bench.models import BenchConfig
 from bench.timing import table
 from bench.training import train
 from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
+from eval.common import model_files
 from model.attention.backends import BACKENDS
 from training.distributed import join_world, pick_dtype
 
@@ -38,7 +39,7 @@ def check(cfg: BenchConfig) -> None:
     """Raise ValueError, with what to type, for names that do not exist."""
     for key, given, allowed in (
         ("what", [cfg.what], BENCHES),
-        ("variants", cfg.variants or [], names()),
+        ("variants", cfg.variants or [], model_files()),
         ("backends", cfg.backends or [], BACKENDS),
     ):
         if unknown := [name for name in given if name not in allowed]:

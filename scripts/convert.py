@@ -35,7 +35,6 @@ from configs.provenance import machine, version
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
 from eval.perplexity import cut_windows, digest, evaluate
-from model.attention import VARIANTS
 from model.conversion import Conversion, change, convert
 from model.decoder import Decoder
 from model.interop.axolotl import Settings, read_settings, written_settings
@@ -75,7 +74,12 @@ def main(cfg: ConvertConfig) -> None:
     settings = read_settings(read_yaml(cfg.axolotl)) if cfg.axolotl else None
     if settings:
         cfg = with_settings(cfg, settings)
-    check(cfg)
+    cfg.check()
+    if cfg.source is None:
+        raise ValueError("'source' is required: add source=... or axolotl=config.yml")
+    pick_device(cfg.device)
+    if Path(cfg.run_dir).exists():
+        raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
@@ -85,16 +89,6 @@ def main(cfg: ConvertConfig) -> None:
         print(write_settings(settings.config, Path(cfg.run_dir)))
     more = {"steps": 500} | (settings.training if settings else {})
     print("train on   python train.py " + shlex.join(train_overrides(load_run(cfg.run_dir), how, more)))
-
-
-def check(cfg: ConvertConfig) -> None:
-    """ValueError for wrong options, before anything is read."""
-    cfg.check()
-    if cfg.source is None:
-        raise ValueError("'source' is required: add source=... or axolotl=config.yml")
-    pick_device(cfg.device)
-    if Path(cfg.run_dir).exists():
-        raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
@@ -187,24 +181,20 @@ def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str
 
 
 def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> list[str]:
-    """Overrides of train.py that start from `run`'s weights with its architecture, data, batch and optimizer, at a tenth of
-    its peak learning rates; `more` overrides these. Only values that differ from train.py's defaults are listed.
+    """Overrides of train.py that start from `run`'s model with its data, batch and optimizer, at a tenth of its peak learning
+    rates; `more` overrides these. Only values that differ from train.py's defaults are listed.
     """
-    config = run.config
-    name, letters = config["data"]["name"], config["model"]["layers"]
+    config, name = run.config, run.config["data"]["name"]
     values = {
         "init_from": run.path,
-        "model": VARIANTS[letters].name if letters in VARIANTS else "baseline",
         "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
         "data.name": name,
     }
     default = flatten(asdict(train_config(overrides_of(values))))
-    read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "data.mqar.", "optim.", "batch_tokens", "micro_batch")
+    read = ("data.dir", "data.tokenizer.", "data.retrieval.", "data.mqar.", "optim.", "batch_tokens", "micro_batch")
     for key, value in flatten(config).items():
         if key.startswith(read) and key in default and default[key] != value:
             values[key] = value
-    if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
-        values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
         values[f"optim.{rate}"] = float(f"{LOWER * config['optim'][rate]:g}")
     if how.to == "diff" and how.init == "zero":  # at lambda 0 second maps have no effect

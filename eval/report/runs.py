@@ -20,7 +20,7 @@ from training.run import deciding
 from training.text import text_read
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-NO_MATTER = ("device", "batch", "name", "ngram")  # settings that change no number; ngram was always 2
+NO_MATTER = ("device", "batch", "name", "ngram", "orders")  # change no number; ngram was always 2, orders is gone
 # Counts and digests in results. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.

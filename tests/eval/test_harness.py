@@ -1,7 +1,6 @@
 """eval/harness.py: lm-eval's HFLM over a run against the model computed directly, and lm-eval on tasks made here."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,7 +184,6 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     assert decoding["exact_match"] == pytest.approx(1 / 3)
     assert results["lm_eval"] and results["length"] == 160 and results["truncated"] == 0
     assert capsys.readouterr().out.count("harness  a: local_") == 3
-    assert (run / "figures" / "harness.png").is_file()
 
 
 def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
@@ -214,13 +212,6 @@ def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monke
     assert exported["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
     assert exported["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
     assert exported["local_rolling"]["bits_per_byte,none"] == pytest.approx(ours["local_rolling"]["bits_per_byte"], rel=1e-6)
-
-
-def test_bars_have_the_error_of_their_filter_or_none():
-    metrics = {"exact_match,strict": 0.4, "exact_match_stderr,strict": 0.1, "acc": 0.5, "acc_stderr": None}
-    filtered, plain = harness.shares({"tasks": {"a": metrics}})
-    assert filtered == ("a · exact_match,strict", 0.4, 0.1)
-    assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
 def test_a_missing_package_is_named(make_run, refused, monkeypatch):

@@ -17,21 +17,6 @@ from eval.icl import Episode, Example, IclConfig
 BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
 
 
-def test_arrangements_keep_the_examples_and_order_the_classes():
-    examples = [Example(f"{label}{i}", label) for label, count in (("a", 4), ("b", 4), ("c", 2)) for i in range(count)]
-    for how in icl.ARRANGEMENTS:
-        drawn = [icl.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
-        assert all(Counter(order) == Counter(examples) for order in drawn)
-        assert len({tuple(order) for order in drawn}) > 30
-        labels = ["".join(example.label for example in order) for order in drawn]
-        if how == "grouped":
-            assert set(labels) == {
-                "".join(x * {"c": 2}.get(x, 4) for x in p) for p in ("abc", "acb", "bac", "bca", "cab", "cba")
-            }
-        if how == "alternating":
-            assert all(len(set(text[:3])) == 3 and text[3:6] == text[:3] and text[6:8] == text[8:] for text in labels)
-
-
 def test_synthetic_episodes():
     cfg, task = IclConfig(classes=3, words=4), icl.load_task(IclConfig())
     episodes = [icl.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
@@ -71,7 +56,7 @@ def run(tokenizer) -> SimpleNamespace:
 
 def test_a_model_that_recalls(run, monkeypatch):
     monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer))
-    cfg = IclConfig(shots=[2, 8, 16], episodes=6, orders=4)
+    cfg = IclConfig(shots=[2, 8, 16], episodes=6)
     results = icl.evaluate(run, icl.load_task(cfg), cfg)
     assert [row["accuracy"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])  # 2 of 8 words; a tie is wrong
     assert [row["text_shown"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])
@@ -79,28 +64,6 @@ def test_a_model_that_recalls(run, monkeypatch):
     assert [row["new"] for row in results["shots"]] == [0.0, None, None]
     assert results["chance"] == 0.25 and results["accuracy"] == 1.0
     assert results["shots"][2]["label_loss"] == pytest.approx(math.log(math.e + 3) - 1)
-    assert results["order"]["shots"] == 16
-    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl.ARRANGEMENTS)
-
-
-def test_margins_are_best_minus_worst_within_an_episode(monkeypatch):
-    episode = Episode([Example("x", "1"), Example("y", "0")], [Example("x", "1"), Example("y", "0")], ["0", "1"])
-    none, half, both = np.array([[1, 0], [0, 1]]), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [1, 0]])
-    monkeypatch.setattr(icl, "arrange", lambda examples, how, rng: examples)
-    reordered = icl.reordered([episode, episode], IclConfig(orders=2))
-    assert len(reordered) == 12
-    first, second = [both, half, half, half, none, half], [none, half, half, half, both, both]
-    summary = icl.order_summary(reordered, first + second, 2)
-    assert [summary[how]["margin"] for how in icl.ARRANGEMENTS] == [0.5, 0.0, 0.25]
-    assert summary["random"] == {"margin": 0.5, "margin_se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
-    assert summary["grouped"]["margin_se"] == pytest.approx(0.25)
-
-
-def test_guessing_margin_is_that_of_a_simulation():
-    guesses = np.random.default_rng(0).binomial(50, 0.25, (20_000, 10)) / 50
-    want = (guesses.max(1) - guesses.min(1)).mean()
-    assert icl.guessing_margin(0.25, 50, 10) == pytest.approx(want, abs=0.002)  # over 5 of its standard errors
-    assert icl.guessing_margin(0.5, 1, 2) == pytest.approx(0.5)
 
 
 def test_shots_are_those_that_fit(tokenizer):
@@ -153,10 +116,10 @@ def test_prompts_are_text_that_repeats_itself(tokenizer):
 def test_the_command_on_a_file(make_run, call, tmp_path):
     run, file = make_run("a"), tmp_path / "bank.csv"
     file.write_text(BANKING)
-    call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2", "orders=0")
+    call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2")
     content = json.loads((run / "eval" / "icl_bank.json").read_text())
     assert content["results"]["task"] == "bank" and content["results"]["classes"] == 3
-    assert content["results"]["order"] is None and content["results"]["queries"] == 3
+    assert content["results"]["queries"] == 3
     assert content["config"]["examples"] == str(file)
     assert content["results"]["text"] == "bank.csv" and not (run / "eval" / "icl.json").exists()
 

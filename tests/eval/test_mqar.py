@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from data.mqar import Mqar, MqarConfig, Sample, mqar_tokenizer
 from eval import icl, mqar, perplexity
-from eval.mqar import ALTERED, BUCKETS, correlation, hits, lambda_times, read_attention, uniform_second_map
+from eval.mqar import BUCKETS, correlation, hits, lambda_zero, read_attention
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.saver import save
@@ -91,28 +91,10 @@ def test_lambda_is_altered_and_comes_back(layers: str) -> None:
     model, tokens = decoder(layers), torch.randint(0, 30, (2, 40))
     with torch.inference_mode():
         before = model(tokens)
-        for factor, same in ((0.0, False), (-1.0, False), (1.0, True)):
-            with lambda_times(model, factor):
-                assert torch.equal(before, model(tokens)) == same
+        with lambda_zero(model):
+            assert not torch.equal(before, model(tokens))
+            assert not model.blocks[-1].attention.lam(*[torch.ones(1, 1, model.cfg.d_model)] * (layers == "v")).any()
         assert torch.equal(before, model(tokens))
-    assert [ALTERED[name].keywords["factor"] for name in ("lambda_zero", "lambda_turned")] == [0.0, -1.0]
-
-
-def test_a_uniform_second_map() -> None:
-    """It changes nothing where the second map is uniform already, something elsewhere, and nothing in plain layers."""
-    tokens = torch.randint(0, 30, (2, 40))
-    model, plain = decoder("d"), decoder("b")
-    with torch.inference_mode():
-        before, other = model(tokens), plain(tokens)
-        with uniform_second_map(model):
-            assert not torch.allclose(before, model(tokens), atol=1e-5)
-        with uniform_second_map(plain):
-            torch.testing.assert_close(plain(tokens), other)
-        for block in model.blocks:
-            block.attention.q.weight.unflatten(0, (-1, 2, block.attention.width))[:, 1] = 0
-        before = model(tokens)
-        with uniform_second_map(model):
-            torch.testing.assert_close(model(tokens), before)
 
 
 def test_the_command_writes_json_and_figure(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
@@ -126,9 +108,9 @@ def test_the_command_writes_json_and_figure(tmp_path: Path, call: Callable[..., 
     results = content["results"]
     assert content["eval"] == "mqar" and content["step"] == 3 and (run / "figures" / "mqar.png").is_file()
     assert [row["percent"] for row in results["shares"]] == [0, 50, 80, 90, 95]
-    assert set(results["altered"]) == {"lambda_zero", "lambda_turned", "map_2_uniform"}
+    assert set(results["altered"]) == {"lambda_zero"}
     assert set(results["attention"][4]["map_1"]) == set(BUCKETS) and "correlation" in results["attention"][4]
     assert "correlation" not in results["attention"][0]  # nothing to correlate over
-    assert "shares= must be different numbers" in refused(mqar, f"run={run}", "shares=[0.5,0.501]")
+    assert "must be different values: use shares=" in refused(mqar, f"run={run}", "shares=[0.5,0.501]")
     for evaluation in (perplexity, icl):
         assert "has no text: use eval.mqar" in refused(evaluation, f"run={run}")

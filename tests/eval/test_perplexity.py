@@ -11,7 +11,7 @@ from torch import nn
 
 from data.shards import TextTokens, write_shard
 from eval import common, perplexity
-from eval.recall import bigrams, recall_hits
+from eval.recall import ngram_codes, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -63,7 +63,7 @@ def test_recall_splits_the_loss():
     frequent = np.array([V * 1 + 2, V * 2 + 2])  # the bigrams (1, 2) and (2, 2)
     results, split = (perplexity.evaluate(Counting(), windows, BYTES, 3, known) for known in (None, frequent))
     losses = perplexity.token_losses(Counting(), torch.from_numpy(windows), V).numpy()
-    hits, known = recall_hits(windows, V), np.isin(bigrams(windows, V), frequent)
+    hits, known = recall_hits(windows, V), np.isin(ngram_codes(windows, 2, V), frequent)
     recall = results["recall"]
     assert recall.keys() == {"ngram", "hit", "other"} and recall["ngram"] == 2
     assert [split["recall"][kind] for kind in ("hit", "other")] == [recall[kind] for kind in ("hit", "other")]

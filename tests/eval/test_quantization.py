@@ -37,20 +37,21 @@ def test_fewer_bits_change_the_loss_more_and_a_float_not_at_all(layers):
         for p in model.parameters():
             p.mul_(8 if p.dim() > 1 else 1)  # sharper maps
     windows = np.random.default_rng(0).integers(0, 30, (4, 25))
-    plain, changes = qu.window_losses(model, windows, batch=4), []
+    plain, changes = qu.window_losses(model, windows, 4, 30).mean(1).numpy(), []
     for bits in (None, 16, 8, 3):
         with qu.quantized(model, bits):
-            losses = qu.window_losses(model, windows, batch=4)
-            alone = np.concatenate([qu.window_losses(model, window[None], batch=1) for window in windows])
+            losses = qu.window_losses(model, windows, 4, 30).mean(1).numpy()
+            alone = np.concatenate([qu.window_losses(model, window[None], 1, 30).mean(1).numpy() for window in windows])
         assert losses == pytest.approx(alone, abs=1e-6)  # a window does not depend on its batch
         changes.append(np.abs(losses - plain).mean())
     assert 0 == changes[0] < changes[1] < changes[2] < changes[3]
 
 
 def test_changes_are_paired(monkeypatch):
-    losses = iter([np.array([1.0, 2.0, 9.0]), np.array([1.5, 2.5, 9.6])])
-    monkeypatch.setattr(qu, "window_losses", lambda model, windows, batch: next(losses))
+    losses = iter(torch.tensor([[1.0, 2.0, 9.0], [1.5, 2.5, 9.6]], dtype=torch.float64)[..., None])
+    monkeypatch.setattr(qu, "window_losses", lambda *_: next(losses))
     monkeypatch.setattr(qu, "quantized", lambda model, bits: nullcontext())
-    results = qu.evaluate(None, np.zeros((3, 5), int), qu.QuantizationConfig(bits=[4]))
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=4, vocab_size=9))
+    results = qu.evaluate(model, np.zeros((3, 5), int), qu.QuantizationConfig(bits=[4]))
     assert results["bits"][0]["loss_change"] == pytest.approx(0.5333333) and results["loss"] == 4
     assert results["bits"][0]["loss_change_se"] == pytest.approx(0.1 / 3)  # windows differ by 9, their changes by 0.1

@@ -57,7 +57,7 @@ def test_frequent_bigrams_are_those_of_hits_and_their_counts_are_kept(shards, tm
     counts = Counter(pair for shard in shards for pair in itertools.pairwise(shard.tokens.tolist()))
     most = sorted(counts.values())[len(counts) // 2]
     frequent = recall.frequent_bigrams(tmp_path, shards, windows, V, most)
-    rare = recall.recall_hits(windows, V) & ~np.isin(recall.bigrams(windows, V), frequent)
+    rare = recall.recall_hits(windows, V) & ~np.isin(recall.ngram_codes(windows, 2, V), frequent)
     assert np.array_equal(rare, slow_hits(windows, tuple(pair for pair, count in counts.items() if count > most)))
     (kept,) = tmp_path.glob("ngram_counts_*.npy")
     for damaged in (kept.read_bytes()[:-9], b""):  # a damaged file is counted anew

@@ -27,7 +27,7 @@ from training.saver import save
 ONE = ("samples=1", "depths=[0.5]")
 EVALUATIONS = {  # with keys of the results that other tools read
     attention_noise: ((*ONE, "windows=1"), "signed absolute signed_per_layer per_layer_head noise sink entropy negative"),
-    icl: (("episodes=1", "shots=[2]", "orders=2"), "task accuracy se chance classes shots order"),
+    icl: (("episodes=1", "shots=[2]"), "task accuracy se chance classes shots"),
     needle: ((*ONE, "lengths=[160]"), "accuracy se pairs cells context"),
     outliers: (("tokens=160",), "logits hidden per_layer sha256"),
     perplexity: (("tokens=160",), "loss se ppl bits_per_byte by_position cumulative recall sha256"),
@@ -139,7 +139,7 @@ def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsy
         content = json.loads((run / "eval" / f"{name}.json").read_text())
         assert {"eval", "run", "step", "config", "run_config", "machine", "version", "results"} <= content.keys()
         assert set(keys.split()) <= content["results"].keys()
-        assert (run / "figures" / f"{name}.png").stat().st_size > 10_000
+        assert name == "outliers" or (run / "figures" / f"{name}.png").stat().st_size > 10_000
     results = json.loads((run / "eval" / "needle.json").read_text())["results"]
     (cell,) = results["cells"]
     assert {"length", "depth", "needles", "asked", "samples", "accuracy", "se", "answer_logprob"} <= cell.keys()

@@ -1,6 +1,7 @@
 """scripts/bench.py: every `what` at tiny sizes. What is asserted is the bookkeeping and the work done, never a speed."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.attention import AttentionArm
 from bench.decoding import Decoding
 from bench.models import BenchConfig
 from bench.timing import Row, paired_ratios, table
+from configs import CONFIG_DIR
 from model.attention import backends, diff, sdpa
 from model.config import DecoderConfig
 from scripts import bench
@@ -93,7 +95,6 @@ def test_attention_has_a_row_per_length_variant_and_backend(monkeypatch: pytest.
         assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES) and not row.not_measured
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.seconds.values())
         assert row.facts["memory (MB)"] == 1.5
-        assert row.facts["error"] < 1e-5  # float32 sums over at most 24 keys, outputs of order 1: a few 1e-7
     assert rows[0].ratio["op forward"] == 1
     assert set(rows[1].not_measured) == set(AttentionArm.MEASURES) and not rows[1].seconds
     assert set(rows[2].seconds) == {"op forward", "module forward"}
@@ -112,7 +113,7 @@ def test_memory_is_the_peak_of_the_op_alone() -> None:
     assert held.sum() > 0
 
 
-@pytest.mark.parametrize("variant", models.names())
+@pytest.mark.parametrize("variant", models.model_files())
 def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
     cfg = tiny("attention", heads=8)
     if models.mixed(cfg, variant):
@@ -132,41 +133,21 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
         arm.run(measure)
 
 
-def test_the_error_is_seen_in_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = tiny("attention")
-    cfg.model.n_kv_head, cfg.model.window = 2, 4
-    arm, attend = AttentionArm(cfg, "baseline", "sdpa", 20, CPU), backends.attend
+def here(processes: object, build: Callable, *arguments: object) -> Callable:
+    """Stands for `remote_step` without the process: the step is made in this one."""
+    step = build(*arguments)
 
-    def wrong(*args: object, **options: object) -> torch.Tensor:
-        y = attend(*args, **options)
-        return y if options["backend"] == "math" else y + planted * (torch.arange(y.shape[-2]) == 13)[:, None]
+    def ask(function: Callable = training._take_step, *given: object) -> object:
+        training._step[:] = [step]
+        return function(*given)
 
-    monkeypatch.setattr(backends, "attend", wrong)
-    for planted in (0.25, float("nan")):
-        assert arm.largest_error() == pytest.approx(planted, abs=1e-5, nan_ok=True)  # float32: a few 1e-7
-    planted = 0.25
-    monkeypatch.setattr(attention, "ERROR_ROWS", 13)
-    assert arm.largest_error() < 1e-5
-
-
-class Here(training.RemoteStep):
-    """Stands for `RemoteStep` without the process: the step is made in this one."""
-
-    def __init__(self, build: object, *arguments: object) -> None:
-        self.step = build(*arguments)
-
-    def ask(self, function: object, *arguments: object) -> object:
-        training._step[:] = [self.step]
-        return function(*arguments)
-
-    def close(self) -> None:
-        pass
+    return ask
 
 
 def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(training, "RemoteStep", Here)
+    monkeypatch.setattr(training, "remote_step", here)
     monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
     cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
     for text in (None, "GPT = GPTConfig = 1"):
@@ -195,7 +176,7 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     assert rows[1].facts["speed / nanoGPT, fastest mode"] == pytest.approx(of_best)
 
 
-@pytest.mark.parametrize("variant", models.names())
+@pytest.mark.parametrize("variant", models.model_files())
 def test_decoding_gives_the_same_token_with_and_without_cache(variant: str) -> None:
     decoding = Decoding(tiny("decode"), variant, 20, CPU)
     for p in decoding.model.parameters():  # far from the initial values, at which a token predicts itself
@@ -235,7 +216,7 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(data, "TEXT", (models.CONFIG_DIR / "__init__.py").read_text())
+    monkeypatch.setattr(data, "TEXT", (CONFIG_DIR / "__init__.py").read_text())
     monkeypatch.setattr(data, "COPIES", 2)
     monkeypatch.setattr(data, "VOCABULARY", 400)
     rows = data.tokenizer(tiny("tokenizer"), CPU)

@@ -97,18 +97,16 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tm
     [["to=diff_v2"], ["heads=split"], ["to=same"], ["init=mirror", "lambda_init=0.4"], ["sublayer_norm=true", "second=random"]],
     ids=lambda options: options[0],
 )
-def test_every_mode_is_written_and_its_overrides_rebuild_it(options: list[str], source: Path, tmp_path: Path, call) -> None:
+def test_every_mode_is_written(options: list[str], source: Path, tmp_path: Path, call) -> None:
     out = tmp_path / "run"
     printed = call(f"source={source}", f"run_dir={out}", "tokens=640", *options)
-    run, record = load_run(out), record_of(out)
+    record = record_of(out)
     assert record["exact"] == (options[0] in ("to=diff_v2", "to=same", "init=mirror"))
     # A mirrored lambda must not be warmed up: it would be missed.
     assert options[0] != "init=mirror" or not any("lambda_warmup" in word for word in printed_command(printed))
     assert ("changes the function" in printed) != record["exact"]
     assert (record["change"]["max_logit"] < 1e-4) == record["exact"]
-    rebuilt = convert.train_config(printed_command(printed)[1:]).model
-    rebuilt.vocab_size, rebuilt.diff.lambda_warmup = run.model.cfg.vocab_size, 0
-    assert rebuilt == run.model.cfg
+    assert not [word for word in printed_command(printed) if word.startswith("model") and "lambda_warmup" not in word]
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
@@ -188,6 +186,4 @@ def test_a_transformers_folder_keeps_its_logits(options: list[str], tmp_path: Pa
         assert want.abs().max() > 1 and (run.model(tokens) - want).abs().max() < 1e-4
     assert run.tokenizer.encode("the fox") == list(b"the fox")
     rebuilt = convert.train_config(printed_command(printed)[1:])
-    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == 1e-4 and rebuilt.data.tokenizer.path == str(folder)
-    rebuilt.model.diff.lambda_warmup = 0
-    assert rebuilt.model == run.model.cfg
+    assert rebuilt.optim.lr == 1e-4 and rebuilt.data.tokenizer.path == str(folder)
