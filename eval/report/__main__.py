@@ -37,6 +37,9 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
+    if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
+        wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
+        raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
     rows, parts = headline_table(arms), sections(arms)
