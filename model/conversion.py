@@ -1,4 +1,4 @@
-"""Convert a baseline to a differential stack (docs/METHODS.md, section 9.1), with the options of axolotl's converter."""
+"""Convert a baseline to a differential stack or to DEX (docs/METHODS.md, section 9.1), with axolotl's converter's options."""
 
 import math
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from .attention.dex import DexAttention
 from .attention.diff import DiffAttention, DiffConfig
 from .attention.diff_v2 import DiffV2Attention, DiffV2Config
 from .config import DecoderConfig
@@ -30,7 +31,7 @@ EXCLUDED = (  # options that exclude each other, and what to use
 class Conversion:
     """How a baseline becomes a differential model."""
 
-    to: Annotated[str, ("diff", "diff_v2", "same")] = "diff"  # attention of the new model; same copies it without a change
+    to: Annotated[str, ("diff", "diff_v2", "dex", "same")] = "diff"  # attention of the new model; same: as it was
     init: Annotated[str, ("zero", "mirror", "open")] = "zero"  # lambda is 0, or lambda_init; mirror: `out` makes up for it
     heads: Annotated[str, ("double", "split")] = "double"  # every head gets a second map, or two heads become the maps of one
     second: Annotated[str, ("copy", "random")] = "copy"  # start of the added maps
@@ -42,8 +43,8 @@ class Conversion:
         """ValueError for an unknown option, or for options that exclude each other."""
         check_ranges(self)
         changed = {one.name for one in fields(Conversion) if getattr(self, one.name) != one.default} - {"to"}
-        if self.to == "same" and changed:
-            raise ValueError(f"to=same copies the model without a change: leave out {', '.join(sorted(changed))}")
+        if self.to in ("same", "dex") and changed:
+            raise ValueError(f"to={self.to} keeps all weights as they are: leave out {', '.join(sorted(changed))}")
         typed = {f"{one.name}={getattr(self, one.name)}" for one in fields(self)}
         for options, fix in EXCLUDED:
             if typed.issuperset(options.split()):
@@ -57,7 +58,7 @@ class Conversion:
     def exact(self) -> bool:
         """Whether the converted model computes what its source computed."""
         kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
-        return {"same": True, "diff_v2": self.second == "copy", "diff": kept}[self.to]
+        return {"diff_v2": self.second == "copy", "diff": kept}.get(self.to, True)
 
 
 def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
@@ -73,8 +74,10 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     qk_norm = cfg.baseline.qk_norm
     if cfg.baseline.head_norm != "none" or qk_norm not in ("none", "head"):
         raise ValueError("the source's norms cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
-    if how.to == "diff_v2" and qk_norm != "none":
-        raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
+    if how.to != "diff" and qk_norm != "none":
+        raise ValueError(f"the source has a norm over queries and keys, which {how.to} lacks: use to=diff")
+    if how.to == "dex":
+        return replace(cfg, layers="x")
     if how.to == "diff_v2":
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
@@ -96,7 +99,7 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
     state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
-    fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
+    fill = {"diff_v2": _to_diff_v2, "dex": _to_dex}.get(how.to, _split if how.heads == "split" else _double)
     for layer, block in enumerate(target.blocks if how.to != "same" else ()):
         prefix = f"blocks.{layer}.attention."
         old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
@@ -144,6 +147,12 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
     lam = new["lambda_logits.bias"][0].double().sigmoid().item()
     if how.second == "copy":
         new["out.weight"] = _over(old["out.weight"], 1 - lam)
+
+
+def _to_dex(old: dict[str, Tensor], new: dict[str, Tensor], target: DexAttention, how: Conversion) -> None:
+    """The matrix W is zero, so nothing is subtracted at first; its gradient is not, because lambda starts at 0.1."""
+    new |= old
+    new["noise.weight"] = torch.zeros_like(new["noise.weight"])
 
 
 def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:

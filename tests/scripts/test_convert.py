@@ -94,14 +94,14 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tm
 
 @pytest.mark.parametrize(
     "options",
-    [["to=diff_v2"], ["heads=split"], ["to=same"], ["init=mirror", "lambda_init=0.4"], ["sublayer_norm=true", "second=random"]],
+    [["to=diff_v2"], ["heads=split"], ["to=same"], ["to=dex"], ["init=mirror"], ["sublayer_norm=true", "second=random"]],
     ids=lambda options: options[0],
 )
 def test_every_mode_is_written(options: list[str], source: Path, tmp_path: Path, call) -> None:
     out = tmp_path / "run"
     printed = call(f"source={source}", f"run_dir={out}", "tokens=640", *options)
     record = record_of(out)
-    assert record["exact"] == (options[0] in ("to=diff_v2", "to=same", "init=mirror"))
+    assert record["exact"] == (options[0] in ("to=diff_v2", "to=same", "to=dex", "init=mirror"))
     # A mirrored lambda must not be warmed up: it would be missed.
     assert options[0] != "init=mirror" or not any("lambda_warmup" in word for word in printed_command(printed))
     assert ("changes the function" in printed) != record["exact"]
