@@ -122,7 +122,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "keys.jsonl": (json.dumps({f"key{i}": 1 for i in range(5000)}).encode() + b"\n", "no text under 'text'"),
     "newlines.jsonl": (json.dumps({"a\nb": 1}).encode() + b"\n", "no text under 'text'"),
     "no.parquet": (b"PAR1 this is none", "truncated or not"),
-    "empty.parquet": (b"", "is empty"),
+    "empty.parquet": (b"", "truncated or not of the format"),
 }
 
 
