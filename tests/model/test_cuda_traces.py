@@ -1,8 +1,8 @@
 """Every variant becomes one graph for CUDA, on a machine without a card, and with the kernel that is meant.
 
 torch.compile traces fake tensors (tests/no_card.py) as it would trace those of a card.
-TRACE_ALL=1 traces every variant on every backend at two lengths; without it a choice that has each kernel, and each variant in
-one model.
+TRACE_ALL=1 traces every variant on every backend and, with auto, under every mask; without it a choice that has each kernel,
+and each variant in one model.
 """
 
 # ruff: noqa: E402
@@ -40,7 +40,8 @@ CHECKPOINTED = ", checkpointed"  # after a mask's name: with activation checkpoi
 def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     """(variant, backend, mask, card)."""
     if os.environ.get("TRACE_ALL"):
-        return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
+        masked = itertools.product(NAMES, ("auto",), MASKS, ((9, 0), (8, 0)))
+        return [*masked, *itertools.product(NAMES, backends.BACKENDS[1:], ("causal",), ((9, 0),))]
     every = [(name, "auto", "causal", (9, 0)) for name in ("baseline", "diff", "diff_v2", "introspective_sequence", "softpick")]
     every.append((TOGETHER, "auto", "causal", (9, 0)))
     # "auto" takes two_calls on the first card and four_calls on the second.
@@ -54,7 +55,7 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
 
 def lengths(name: str, mask: str) -> tuple[int, ...]:
     """The lengths at which a case is traced, one after the other."""
-    twice = (name in ("introspective_sequence", "softpick") and mask == "causal") or os.environ.get("TRACE_ALL")
+    twice = name in ("introspective_sequence", "softpick") and mask == "causal"
     return LENGTHS if twice else LENGTHS[1:]
 
 
