@@ -171,8 +171,8 @@ def evaluated(run: Path) -> dict[str, str]:
 
 def all_finite(run: Path) -> bool:
     """Whether every checkpoint of the run holds numbers alone."""
-    names = ("model.safetensors", "optimizer.safetensors")
-    return all(t.isfinite().all() for c in checkpoints(run) for name in names for t in load_file(c / name).values())
+    files = (path for folder in checkpoints(run) for path in folder.glob("*.safetensors"))
+    return all(tensor.isfinite().all() for path in files for tensor in load_file(path).values())
 
 
 def _digest(path: Path) -> str:
