@@ -23,7 +23,7 @@ class BenchConfig:
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: Annotated[int, "[1, inf)"] = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
+    dtype: Annotated[str, ("auto", "float32", "bfloat16")] = "auto"  # of autocast; auto: float32 for what=decode
     variants: list[str] | None = None  # names in configs/model; None: all, baseline first
     lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode)
     batch: Annotated[int | None, "[1, inf)"] = None  # sequences per call

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.provenance import cpu_name
-from model.attention.base import check_choice
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 5.0  # seconds in which the processes that lost it tell each other that they are not the one
@@ -160,7 +159,6 @@ def _keep_freed_memory() -> None:
 
 def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 where the device multiplies it faster than float32: GPUs, CPUs with AMX, AMD CPUs with AVX512-BF16."""
-    check_choice("dtype", wish, ("auto", "float32", "bfloat16"))
     if wish != "auto":
         return getattr(torch, wish)
     if device.type == "cuda":

@@ -8,7 +8,6 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import check_choice
 from training.distributed import World
 from training.muon import Muon
 
@@ -21,7 +20,9 @@ class OptimConfig:
     stays at the peak and falls linearly to min_lr * peak over the last share `decay` of the steps.
     """
 
-    name: str = "adamw"  # adamw: for all parameters; muon: for the matrices of the blocks, with adamw for the rest
+    name: Annotated[str, ("adamw", "muon")] = (
+        "adamw"  # adamw: for all parameters; muon: for the matrices of the blocks, with adamw for the rest
+    )
     lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
     muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
     beta1: Annotated[float, "[0, 1)"] = 0.9  # AdamW: decay rate of the mean gradient
@@ -30,7 +31,7 @@ class OptimConfig:
     eps: Annotated[float, "[0, inf)"] = 1e-8  # AdamW: added to the denominator
     weight_decay: Annotated[float, "[0, inf)"] = 0.1  # decoupled weight decay, multiplied by the learning rate
     clip: Annotated[float, "[0, inf)"] = 1.0  # largest global gradient norm; 0: no limit
-    schedule: str = "cosine"  # cosine | linear | wsd
+    schedule: Annotated[str, ("cosine", "linear", "wsd")] = "cosine"  # of the learning rate
     warmup: Annotated[int, "[0, inf)"] = 100  # steps over which learning rates rise to their peaks
     decay: Annotated[float, "[0, 1]"] = 0.2  # wsd: last share of the steps, over which learning rates fall
     min_lr: Annotated[float, "[0, 1]"] = 0.1  # learning rate at the end, as a share of the peak
@@ -38,8 +39,6 @@ class OptimConfig:
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = None) -> list[torch.optim.Optimizer]:
     """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`. world: shares Muon's work."""
-    check_choice("optim.name", cfg.name, ("adamw", "muon"))
-    check_choice("optim.schedule", cfg.schedule, ("cosine", "linear", "wsd"))
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": [], "scalars": []}
     modules = model.named_modules()
     undecayed = tuple(f"{path}.{part}.".lstrip(".") for path, m in modules for part in getattr(m, "undecayed", ()))

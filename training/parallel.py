@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import native
-from model.attention.base import check_choice
 from model.decoder import Decoder
 from training.distributed import World
 
@@ -78,7 +77,6 @@ class Parallel:
     """
 
     def __init__(self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False):
-        check_choice("parallel", kind, ("ddp", "fsdp", "hsdp"))
         if shard is not None and kind != "hsdp":
             raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")
         self.model, self.world, self.kind = model, world, kind

@@ -59,12 +59,12 @@ class TrainConfig:
     init_from: str | None = None  # folder of a run whose weights, and model where no option is given, this run begins with
     branch_from: str | None = None  # folder of a longer wsd run, whose steps before this run's decay are taken over
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
+    dtype: Annotated[str, ("auto", "float32", "bfloat16")] = "auto"  # of autocast
     compile: bool | None = None  # use torch.compile; None: on CUDA, and on a CPU if the run is long enough to gain time
-    parallel: str = "ddp"  # ddp: a copy per process; fsdp: split over all processes; hsdp: a copy per `shard_processes` of them
+    parallel: Annotated[str, ("ddp", "fsdp", "hsdp")] = "ddp"  # a copy per process; split over all; a copy per shard_processes
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
-    wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
+    wandb: Annotated[str, ("off", "online", "offline")] = "off"  # mirror metrics.jsonl to Weights & Biases
 
 
 # The groups and fields that say what a run is: a resume may not change them. (It may change dtype and compile.)

@@ -327,12 +327,6 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, Tensor]:
     return {name: values.mean(), f"{name}_std": values.std(correction=0)}
 
 
-def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless the `value` of the option `key` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{key}={value} is unknown: use one of {', '.join(allowed)}")
-
-
 def check_divisor(name: str, value: int, whole: str, number: int) -> None:
     """ValueError with the nearest divisor unless the `value` of the option `name` divides `number`, the value of `whole`."""
     if number % value:

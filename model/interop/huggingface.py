@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..attention.base import check_choice
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from .axolotl import Axolotl
@@ -54,7 +53,8 @@ def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Exp
     """
     if to is None:
         to = next(name for name, form in FORMATS.items() if form.refusal(model) is None)
-    check_choice("to", to, tuple(FORMATS))
+    if to not in FORMATS:
+        raise ValueError(f"to={to} is unknown: use one of {', '.join(FORMATS)}")
     if (why := FORMATS[to].refusal(model)) is not None:
         raise ValueError(f"to={to} cannot express this model ({why}): use to=remote")
     config, tensors = FORMATS[to].write(model)
