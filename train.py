@@ -17,14 +17,12 @@ from data.loader import Loader, Mixture, Prefetcher, hash_seed, inputs_and_targe
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training.distributed import World, join_world
-from training.guard import Diverged, Guard
 from training.metrics import Stopwatch, log_line, val_losses
-from training.monitor import monitor_of
-from training.optim import build_optimizers, set_lr
+from training.monitor import NeedleProbe, losses_by_kind, monitor_of, validation_loss
+from training.optim import Diverged, Guard, build_optimizers, set_lr
 from training.parallel import Parallel, compiles, default_micro_batch
 from training.run import Run, TrainConfig, check_config, fill_model, take_architecture
 from training.signals import Signals
-from training.validation import NeedleProbe, losses_by_kind, validation_loss
 
 
 @command("train", TrainConfig)

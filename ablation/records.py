@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import flatten
-from configs.files import json_text, read_json_lines, write_atomic
+from configs.files import flatten, json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, settings_of
 from model.config import decoder_config
 from training.monitor import last_lambdas

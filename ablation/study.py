@@ -20,7 +20,7 @@ from configs.composing import compose_job, key_of, quoted
 from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
-from data.stream import is_task
+from data.stream import is_task, trained_on
 from eval.common import OF_A_RUN, result_name
 from eval.report.runs import DIVERGED, Run, read_json, read_run, settings_of
 from eval.texts import Texts
@@ -28,7 +28,6 @@ from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.optim import decay_start
 from training.run import TrainConfig, refuse_other_config, sizes
-from training.text import trained_on
 
 INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
 REPEAT = "repeat its overrides, or start anew with name=OTHER"

@@ -24,6 +24,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from configs.files import flatten
+
 CONFIG_DIR = Path(__file__).parent
 LESS_MEMORY = (
     "the GPU has too little free memory: use a smaller micro_batch= (training) or batch= (evaluations), "
@@ -140,11 +142,3 @@ def explain(error: BaseException, schema: type) -> str:
         return f"there is no configuration key '{key}'; {hint}"
     text = f"{key}: {text.splitlines()[0]}" if key else text  # the other lines repeat the key
     return " ".join(text.split()) or type(error).__name__  # a MemoryError has no text
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

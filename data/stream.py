@@ -1,15 +1,31 @@
-"""What training and validation read: prepared text, or a task whose rows are generated when they are read."""
+"""What training and validation read: prepared text, or a task whose rows are generated when they are read.
 
+The text is prepared as the command line wants it, and stays the same until a run ends.
+"""
+
+import contextlib
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from configs.files import flatten, read_json_lines
 from data.config import DataConfig
 from data.loader import Mixture, Source, Windows
 from data.mqar import Mqar, mqar_tokenizer
 from data.retrieval import RetrievalSource
-from data.shards import open_split
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.shards import open_split, read_meta
+from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
+
+# Options that only data.prepare reads, as meta.json names them.
+PREPARING = (
+    *("dataset", "subset", "split", "data_files", "column", "val_fraction", "max_tokens", "shard_tokens"),
+    *("tokenizer.name", "tokenizer.path", "tokenizer.vocab_size"),
+)
 
 
 def is_task(cfg: DataConfig) -> bool:
@@ -50,3 +66,51 @@ def text_digest(cfg: DataConfig) -> str | None:
     splits = {split: open_split(Path(cfg.dir), split) for split in ("train", "val")}
     content = {split: [(len(shard), shard.crc32) for shard in shards] for split, shards in splits.items()}
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
+    """ValueError if an override of the command line gives an option of the preparation another value than `cfg.dir` has."""
+    prepared = None if is_task(cfg) else (read_meta(cfg.dir) or {}).get("request")
+    if not isinstance(prepared, dict):  # shards of another project
+        return
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    typed = flatten({override.key_or_group: override.value() for override in parsed})
+    default = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS}
+    prepared = default | {option: value for option, value in prepared.items() if value is not None or option not in default}
+    for option, ours in flatten(asdict(cfg)).items():
+        ours = default.get(option) if ours is None else ours
+        if option in PREPARING and f"data.{option}" in typed and option in prepared and prepared[option] != ours:
+            wrong = f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}"
+            raise ValueError(f"{wrong}: set data.{option}={prepared[option]}, or prepare as another data.name=NAME")
+
+
+def refuse_other_text(run: Path, cfg: DataConfig) -> None:
+    """ValueError if `run` was trained on other shards than those of `cfg`."""
+    if trained_on(run) not in (None, text_digest(cfg)):
+        wrong = f"{run} was trained on other shards than those in {cfg.dir}"
+        raise ValueError(f"{wrong}: set data.dir= to the folder that it was trained on, or start a new run")
+
+
+def trained_on(run: Path) -> str | None:
+    """The digest of the shards that `run` was trained on; None if the run does not say it."""
+    return next(read_json_lines(run / "metrics.jsonl"), {}).get("text_digest")
+
+
+def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
+    folder, made = Path(data.get("dir") or "none"), None
+    with contextlib.suppress(ValueError):  # damaged by now
+        made = read_meta(folder)
+    if made is None and any(folder.glob("*.bin")):
+        return folder.resolve().name, "shards of another project", {}
+    made = made or data
+    return made["name"], made.get("source", "unknown"), made.get("request") or {}
+
+
+def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
+    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
+    of_run = load_tokenizer(run)
+    if of_run.fingerprint != tokenizer.fingerprint:
+        here = f"{shards} ({tokenizer.name}, {tokenizer.vocab_size})"
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {here}"
+        raise ValueError(f"{wrong}: use data prepared with the run's tokenizer (data=mqar: with its keys, values and noise)")

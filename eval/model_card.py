@@ -5,9 +5,9 @@ from typing import Any
 import yaml
 
 from configs.files import read_json_lines
+from data.stream import text_read
 from eval.common import run_name, variant
 from training.checkpoint import LoadedRun
-from training.text import text_read
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:

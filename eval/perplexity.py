@@ -27,11 +27,11 @@ from configs import command
 from data.config import DataConfig
 from data.loader import Windows
 from data.shards import Shard, open_split
+from data.stream import refuse_other_text
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
 from eval.recall import frequent_bigrams, ngram_codes, recall_hits
 from training.checkpoint import LoadedRun
-from training.text import refuse_other_text
 
 LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
 FREQUENT = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a bigram as frequent

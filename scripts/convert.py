@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from ablation.study import train_config
-from configs import CONFIG_DIR, command, flatten
+from configs import CONFIG_DIR, command
 from configs.composing import overrides_of
-from configs.files import json_text, whole_folder, write_atomic, write_json
+from configs.files import flatten, json_text, whole_folder, write_atomic, write_json
 from configs.provenance import machine, version
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
@@ -40,10 +40,9 @@ from model.decoder import Decoder
 from model.interop.axolotl import Settings, read_settings, written_settings
 from model.interop.format import local_folder
 from model.interop.huggingface import read_folder
-from training.checkpoint import LoadedRun, load_run
+from training.checkpoint import LoadedRun, load_run, save
 from training.distributed import pick_device
 from training.run import facts
-from training.saver import save
 
 LONGEST = 1024  # tokens per window of text
 LR = 1e-3  # AdamW's peak learning rate for an imported model, which is not known

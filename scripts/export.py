@@ -31,8 +31,7 @@ from data.tokenizer_export import export_tokenizer
 from eval.model_card import model_card
 from model.decoder import Decoder
 from model.interop.huggingface import export, read_folder
-from training.checkpoint import load_run
-from training.saver import write_tensors
+from training.checkpoint import load_run, write_tensors
 
 TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 

@@ -13,24 +13,20 @@ import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from configs import flatten
 from configs.composing import in_sweep, swept_keys
-from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
+from configs.files import FolderLock, flatten, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
-from data.stream import text_digest
+from data.stream import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer, text_digest
 from data.tokenizer import Tokenizer
 from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
-from training.checkpoint import CheckpointConfig
+from training.checkpoint import CheckpointConfig, Saver
 from training.distributed import World, pick_dtype
-from training.guard import Guard
 from training.metrics import Metrics
 from training.monitor import MonitorConfig
-from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
-from training.saver import Saver
-from training.text import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer
+from training.optim import Guard, OptimConfig, check_warmup, decay_start, lr_factor
 from training.tracking import import_wandb
 
 
@@ -148,9 +144,9 @@ def default_run_dir(cfg: TrainConfig) -> Path:
         if swept and key not in swept:
             continue
         if key in ("size", "data"):
-            parts.append(value)
+            parts += [value]
         elif key not in ("experiment", "model", "sweep", "seed", "resume", "wandb", "device", "runs", "run_dir"):
-            parts.append(_shortest(key, cfg) + value)
+            parts += [_shortest(key, cfg) + value]
     name = "-".join([*(re.sub(r"[^\w.-]+", "-", part).strip("-") for part in parts), f"s{cfg.seed}"])
     if len(name.encode()) > 150:  # folders' names end at 255 bytes
         name = f"{name.encode()[:120].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-s{cfg.seed}"

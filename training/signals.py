@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from configs.composing import in_sweep
 from training.distributed import World
-from training.guard import Diverged
+from training.optim import Diverged
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 REQUEUING = (signal.SIGUSR1, signal.SIGUSR2)

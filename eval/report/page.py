@@ -14,12 +14,12 @@ from markupsafe import Markup
 
 from configs.files import naming
 from configs.provenance import ROOT, version
+from data.stream import text_read
 from eval.common import command_of
 from eval.report import figures
 from eval.report.runs import Arm, Run, text_named, text_of
 from eval.report.statistics import Difference
 from eval.report.tables import HEADLINES, Row, Section, held_out, minus, si, trained_on
-from training.text import text_read
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}

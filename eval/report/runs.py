@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
+from data.stream import text_read
 from eval.common import INK, INPUTS, colour, command_of, given_input, run_name, variant
 from eval.needle_text import trained_digits
 from eval.report.statistics import spikes
 from training.run import deciding
-from training.text import text_read
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
 NO_MATTER = ("device", "batch", "name", "ngram", "orders")  # change no number; ngram was always 2, orders is gone

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.stream import text_read
 from eval.common import command_of
 from eval.report.differences import contrasts, long_table
 from eval.report.runs import EVALUATIONS, WITH_SE, Arm, Run
 from eval.report.statistics import Difference, mean_sd
-from training.text import text_read
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"

@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from eval import attention_noise, needle, perplexity
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training.saver import save
+from training.checkpoint import save
 
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped, and the river was brown with mud. "
 

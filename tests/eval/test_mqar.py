@@ -15,7 +15,7 @@ from eval import icl, mqar, perplexity
 from eval.mqar import BUCKETS, correlation, hits, lambda_zero, read_attention
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training.saver import save
+from training.checkpoint import save
 
 TASK = MqarConfig(keys=16, values=8, noise=8, pairs=2, distractors=0.5)
 LENGTH = 88

@@ -22,7 +22,7 @@ from eval.report.runs import read_run
 from eval.report.runs import text_of as text_of_result
 from eval.report.tables import held_out
 from training import checkpoint
-from training.saver import save
+from training.checkpoint import save
 
 ONE = ("samples=1", "depths=[0.5]")
 EVALUATIONS = {  # with keys of the results that other tools read

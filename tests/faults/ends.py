@@ -73,9 +73,9 @@ def second_signal(world: World) -> str:
     """A second one ends at once, even while a checkpoint is written."""
 
     def never() -> None:
-        from training import saver
+        from training import checkpoint
 
-        saver.save_file = lambda *_: time.sleep(60)
+        checkpoint.save_file = lambda *_: time.sleep(60)
 
     run = world.fresh("end")
     process = launch("train", world.train(run, *LONG), world.log, never)

@@ -20,8 +20,7 @@ from eval.report.runs import read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.interop.format import Weights, read_config
-from training.checkpoint import load_run
-from training.saver import save
+from training.checkpoint import load_run, save
 
 TEXT = "A text of some length, about the sea. " * 40
 LINES = "".join(json.dumps({"text": f"line {i} é", "n": i}) + "\n" for i in range(40)).encode()

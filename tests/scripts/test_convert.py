@@ -20,8 +20,7 @@ from model.decoder import Decoder
 from scripts import convert
 from tests.conftest import run_command, train_arguments
 from tests.variants import stirred
-from training.checkpoint import load_run
-from training.saver import save
+from training.checkpoint import load_run, save
 
 SCRIPT = "scripts/convert.py"
 

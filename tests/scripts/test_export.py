@@ -13,7 +13,7 @@ from data.tokenizer import SAMPLE, build_tokenizer
 from model.decoder import Decoder
 from scripts import export
 from tests.variants import config
-from training.saver import save
+from training.checkpoint import save
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")

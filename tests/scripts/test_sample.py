@@ -22,7 +22,7 @@ from scripts.sample import SampleConfig, as_typed
 from tests.conftest import Typed
 from tests.variants import stirred
 from training import checkpoint
-from training.saver import save
+from training.checkpoint import save
 
 
 @pytest.fixture

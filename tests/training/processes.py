@@ -26,14 +26,12 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from train import train as run_training
 from training import checkpoint
-from training import saver as saving
-from training.checkpoint import CheckpointConfig
+from training import checkpoint as saving
+from training.checkpoint import CheckpointConfig, Saver
 from training.distributed import World, join_world, local
-from training.guard import Guard
-from training.optim import OptimConfig, build_optimizers, state_tensors
+from training.optim import Guard, OptimConfig, build_optimizers, state_tensors
 from training.parallel import Parallel
 from training.run import check_config
-from training.saver import Saver
 
 SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
 

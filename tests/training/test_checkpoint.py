@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from model.decoder import Decoder
 from tests.training.test_parts import stepped
 from tests.variants import config
-from training import checkpoint, saver
-from training.checkpoint import CheckpointConfig
+from training import checkpoint
+from training.checkpoint import CheckpointConfig, save
 from training.distributed import World
 from training.optim import OptimConfig, build_optimizers
 from training.run import lock_run
-from training.saver import save
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +37,10 @@ def run(template: Path, tmp_path: Path) -> Path:
     return shutil.copytree(template, tmp_path / "run")
 
 
-def writer(run: Path, keep: int = 1, at: list[int] | None = None) -> saver.Saver:
+def writer(run: Path, keep: int = 1, at: list[int] | None = None) -> checkpoint.Saver:
     """The saver of a model that has stepped twice."""
     model, alone = Decoder(config("baseline")), World(0, 1, torch.device("cpu"))
-    return saver.Saver(run, CheckpointConfig(keep=keep, at=at or []), model, stepped(model, OptimConfig()), alone)
+    return checkpoint.Saver(run, CheckpointConfig(keep=keep, at=at or []), model, stepped(model, OptimConfig()), alone)
 
 
 def names(run: Path) -> list[str]:
@@ -187,7 +186,7 @@ def test_a_file_system_that_syncs_no_folders_keeps_its_checkpoints(run: Path, mo
             raise OSError(code, os.strerror(code))
         fsync(handle)
 
-    monkeypatch.setattr(saver.os, "fsync", picky)
+    monkeypatch.setattr(checkpoint.os, "fsync", picky)
     for refused["files"] in (errno.EIO, errno.ENOSPC):
         why = os.strerror(refused["files"])
         says = f"step_00000003 could not be written .*{why}: '.*/.step_00000003.part/\\w+\\..*before it is kept"
@@ -217,7 +216,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training_and_a_li
     lock_run(run).release()
     one = writer(run)
     with monkeypatch.context() as patched:
-        patched.setattr(saver.shutil, "rmtree", held)
+        patched.setattr(checkpoint.shutil, "rmtree", held)
         one.save(3)
     assert "could not be deleted ([Errno 16] Device or resource busy); training goes on" in capsys.readouterr().out
     one.save(4)

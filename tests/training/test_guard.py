@@ -8,8 +8,7 @@ import torch
 from model.decoder import Decoder
 from tests.variants import config
 from training.distributed import World
-from training.guard import Diverged, Guard
-from training.optim import OptimConfig, build_optimizers, state_tensors
+from training.optim import Diverged, Guard, OptimConfig, build_optimizers, state_tensors
 
 ALONE = World(0, 1, torch.device("cpu"))
 TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from data.retrieval import cities
 from data.tokenizer import build_tokenizer
 from eval.report.runs import read_run
 from tests.training.test_train import trained
-from training.validation import NeedleProbe
+from training.monitor import NeedleProbe
 
 TOKENIZER = build_tokenizer(TokenizerConfig("bytes"))
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped. " * 40

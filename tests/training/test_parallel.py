@@ -18,12 +18,11 @@ from tests.conftest import run_command, train_arguments
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
-from training import checkpoint, parallel, run, saver
-from training.checkpoint import CheckpointConfig, checkpoints, load_run
+from training import checkpoint, parallel, run
+from training.checkpoint import CheckpointConfig, Saver, checkpoints, load_run
 from training.distributed import World
 from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import KEEP_INPUTS, Parallel, compile_steps, default_micro_batch
-from training.saver import Saver
 
 WATCHED = (
     "model=introspective", "model.context=128", "micro_batch=1", "eval_every=4", "monitor.every=4",
@@ -40,9 +39,7 @@ def test_an_impossible_layout_is_refused_and_a_gpu_takes_part_of_a_step_at_once(
         context = int(parallel.TOKENS_PER_PASS / most)
         assert default_micro_batch(sequences, context, World(0, 1, torch.device("cuda"))) == want
         assert default_micro_batch(sequences, context, FOUR) == sequences
-    for kind, shard, says in (
-        ("zero", None, "use one of ddp, fsdp, hsdp"), ("hsdp", 3, "use a divisor of 4"), ("fsdp", 2, "or use parallel=hsdp"),
-    ):  # fmt: skip
+    for kind, shard, says in (("hsdp", 3, "use a divisor of 4"), ("fsdp", 2, "or use parallel=hsdp")):
         with pytest.raises(ValueError, match=f"{says}$"):
             Parallel(Decoder(SMALL), FOUR, kind, shard)
 
@@ -207,13 +204,13 @@ def test_checkpoints_in_the_background(tmp_path: Path, monkeypatch: pytest.Monke
     cfg = CheckpointConfig(keep=1, background=True)
     writer = Saver(tmp_path, cfg, model, build_optimizers(model, OptimConfig()), alone)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    flush, there = saver.flush, []
+    flush, there = checkpoint.flush, []
 
     def seen(path: Path) -> None:
         there.append((path, len(checkpoints(tmp_path))))
         flush(path)
 
-    monkeypatch.setattr(saver, "flush", seen)
+    monkeypatch.setattr(checkpoint, "flush", seen)
     for step in (1, 2):
         writer.save(step)
         for p in model.parameters():
@@ -229,7 +226,7 @@ def test_checkpoints_in_the_background(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saver, "save_file", fail)
+    monkeypatch.setattr(checkpoint, "save_file", fail)
     writer.save(3)
     with pytest.raises(ValueError, match="could not be written .*No space left on device.*kept: correct that, then use"):
         writer.finish()

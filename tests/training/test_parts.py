@@ -14,11 +14,11 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.rotary import RopeScaling
 from tests.variants import VARIANTS, config
-from training import checkpoint, distributed, metrics, muon, validation
+from training import checkpoint, distributed, metrics, monitor, optim
+from training.checkpoint import save
 from training.distributed import World, pick_dtype
+from training.monitor import losses_by_kind
 from training.optim import OptimConfig, build_optimizers, check_warmup, decay_start, lr_factor, set_lr, state_tensors
-from training.saver import save
-from training.validation import losses_by_kind
 
 
 def stepped(model: Decoder, cfg: OptimConfig, steps: int = 2) -> list[torch.optim.Optimizer]:
@@ -119,7 +119,7 @@ def test_the_dtype_of_a_cpu_is_the_one_that_it_multiplies_faster(monkeypatch: py
 @pytest.mark.parametrize("at_once", [2**26, 2 * 8 * 11])
 def test_losses_by_kind_are_those_of_the_rows_of_each_source(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no forward pass makes more logits than it may, here those of two rows."""
-    monkeypatch.setattr(validation, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", at_once)
     sizes: list[int] = []
     model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=8, vocab_size=11))
     tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0))
@@ -150,7 +150,7 @@ def test_the_validation_loss_is_without_dropout() -> None:
             return (np.arange(9) + index) % 11
 
     model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
-    values = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
+    values = [monitor.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
     assert values[0] == values[1] and model.training
 
 
@@ -196,8 +196,8 @@ def newton_schulz(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("slow", (False, True))
 def test_every_product_is_rounded_to_bfloat16(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "slow_bfloat16", lambda device: slow)
+    monkeypatch.setattr(optim, "slow_bfloat16", lambda device: slow)
     x = torch.randn(3, 7, 19, generator=torch.Generator().manual_seed(0)).bfloat16()
-    result, expected = muon.orthogonalized(x, *NEWTON_SCHULZ), newton_schulz(x)
+    result, expected = optim.orthogonalized(x, *NEWTON_SCHULZ), newton_schulz(x)
     assert result.dtype == torch.bfloat16
     assert (result.double() - expected).norm() / expected.norm() < 2e-3  # unrounded products are 0.02 away

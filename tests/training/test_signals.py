@@ -16,7 +16,7 @@ from tests.conftest import train_arguments
 from tests.training import processes
 from training.checkpoint import checkpoints
 from training.distributed import World
-from training.guard import Diverged
+from training.optim import Diverged
 from training.signals import ENDING, HANGUP, REQUEUING, Signals
 
 CPU = torch.device("cpu")

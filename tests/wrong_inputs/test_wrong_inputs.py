@@ -17,7 +17,7 @@ from data.tokenizer import build_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.conftest import run_command
-from training.saver import save
+from training.checkpoint import save
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(Path(__file__).parent.glob("*.yaml"))

@@ -11,10 +11,9 @@ import yaml
 from configs.files import read_json_lines
 from data.config import DataConfig, MqarConfig, TokenizerConfig
 from data.prepare import prepare
-from data.stream import text_digest
+from data.stream import refuse_ignored_options, text_digest
 from data.tokenizer import build_tokenizer
 from tests.conftest import Typed, assert_one_line_error, train_arguments
-from training.text import refuse_ignored_options
 
 STEPS = (
     "model.n_layer=1", "steps=6", "checkpoint.at=[2]", "checkpoint.every=0", "monitor.every=0", "optim.schedule=wsd",
