@@ -17,11 +17,11 @@ from configs.provenance import ROOT
 from training.signals import ENDING, HANGUP, REQUEUING, leave
 
 
-class Team:
+class Pool:
     """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
 
     def __init__(self) -> None:
-        self.stopping = 0  # number of the signal that stopped the team; 0: none
+        self.stopping = 0  # number of the signal that stopped the pool; 0: none
         self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class Team:
             if self.stopping or not run.check(arguments, code, run.log.read_bytes()[start:].decode(errors="replace")):
                 return
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> "Pool":
         self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}
         for number, handler in self._before.items():
             if number in ENDING or callable(handler) or (number in HANGUP and handler != signal.SIG_IGN):
@@ -80,14 +80,14 @@ def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str
     left = [run for chain in chains for run in chain]
     failures: list[Exception] = []
     chains_left = iter(chains)  # from which every worker takes the next
-    with Team() as team:
+    with Pool() as pool:
 
         def work(slot: int) -> None:
             for chain in chains_left:
                 try:
-                    for run in () if failures or team.stopping else chain:
-                        team.carry_out(run, environment(slot, jobs, gpus))
-                        if not team.stopping:
+                    for run in () if failures or pool.stopping else chain:
+                        pool.carry_out(run, environment(slot, jobs, gpus))
+                        if not pool.stopping:
                             left.remove(run)
                             print(f"{name}: {total - len(left)} of {total} runs | {run.name} {run.finished()}", flush=True)
                 except Exception as failure:
@@ -95,9 +95,9 @@ def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(work, range(jobs)))
-    if team.stopping:
+    if pool.stopping:
         print(f"{name}: stopped; repeat the command to continue", flush=True)
-        team.leave()
+        pool.leave()
     if failures:
         raise failures[0]
 

@@ -58,7 +58,7 @@ class Example:
 
 
 @dataclass
-class Look:
+class Activations:
     """A model's logits (T, V) for tokens (T,) and, layer by layer, its maps (heads, T, T).
 
     second_maps: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first
@@ -132,7 +132,7 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float) -> Examp
 
 
 @torch.inference_mode()
-def look(model: nn.Module, tokens: np.ndarray) -> Look:
+def look(model: nn.Module, tokens: np.ndarray) -> Activations:
     """Logits and all maps of tokens (T,). ValueError if they are not finite."""
     given = torch.from_numpy(tokens)[None].to(device_of(model))
     with probe(model, torch.arange(len(tokens), device=given.device), apart=True) as maps:
@@ -140,7 +140,7 @@ def look(model: nn.Module, tokens: np.ndarray) -> Look:
     if not all(layer.isfinite().all() for layer in maps.layers):
         raise ValueError("a model's attention is not finite: its training diverged, so leave its run out of runs=")
     second_maps = [None if pair is None else pair[1][0].cpu().numpy() for pair in maps.pairs]
-    return Look(logits, [layer[0].cpu().numpy() for layer in maps.layers], second_maps)
+    return Activations(logits, [layer[0].cpu().numpy() for layer in maps.layers], second_maps)
 
 
 def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
@@ -156,7 +156,7 @@ def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
     return values[:, rows, columns].tobytes(), scales.astype("<f4").tobytes()
 
 
-def _packed(seen: Look, tokenizer: Tokenizer) -> dict[str, Any]:
+def _packed(seen: Activations, tokenizer: Tokenizer) -> dict[str, Any]:
     """A model's maps of an example as text: the maps of all heads, and second maps and lambda of differential heads."""
     maps, scales = pack(np.concatenate(seen.maps))
     packed = {"maps": _text(maps), "scales": _text(scales), "next": _guesses(seen.logits, tokenizer)}
@@ -173,7 +173,7 @@ def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def _model(label: str, shade: str, seen: list[tuple[Example, Look]]) -> dict[str, Any]:
+def _model(label: str, shade: str, seen: list[tuple[Example, Activations]]) -> dict[str, Any]:
     """A model as the page's script reads it. best: (layer, head) with the largest signed attention to the needles."""
     first, best = seen[0][1], None
     needles = [(example, one, slice(*example.spans["needle"])) for example, one in seen if "needle" in example.spans]

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from ablation.experiment import AblateConfig, refuse_unknown_arms
-from ablation.jobs import Team, environment, run_jobs, visible_gpus
+from ablation.jobs import Pool, environment, run_jobs, visible_gpus
 from ablation.plan import Study
 from ablation.results import Results
 from ablation.study import PlannedRun, read_epochs
@@ -73,11 +73,11 @@ def carry_out_alone(study: Study, only: str) -> None:
     known = {run.name: run for run in (*study.trials(), *study.runs())}
     if only not in known:
         raise ValueError(f"only={only} is not a run of this experiment: use one of {', '.join(known)}")
-    with Team() as team:
-        team.carry_out(known[only], environment(0, 1, visible_gpus()))
-    print(f"{known[only].folder}: {'stopped' if team.stopping else known[only].finished()}", flush=True)
-    if team.stopping:
-        team.leave()
+    with Pool() as pool:
+        pool.carry_out(known[only], environment(0, 1, visible_gpus()))
+    print(f"{known[only].folder}: {'stopped' if pool.stopping else known[only].finished()}", flush=True)
+    if pool.stopping:
+        pool.leave()
 
 
 def write_results(study: Study, runs: list[PlannedRun]) -> None:

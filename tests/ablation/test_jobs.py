@@ -20,15 +20,15 @@ def test_a_signal_stops_a_job_that_is_just_starting(tmp_path: Path, monkeypatch:
         return process
 
     monkeypatch.setattr(jobs.subprocess, "Popen", slow)
-    with jobs.Team() as team:
-        code = team.call(["-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
-    assert team.stopping == signal.SIGTERM and code == -signal.SIGTERM
+    with jobs.Pool() as pool:
+        code = pool.call(["-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
+    assert pool.stopping == signal.SIGTERM and code == -signal.SIGTERM
     before = signal.getsignal(signal.SIGHUP)
     for handler, stops in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):  # nohup ignores a closed terminal
         signal.signal(signal.SIGHUP, handler)
-        with jobs.Team() as team:
+        with jobs.Pool() as pool:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert team.stopping == stops and signal.getsignal(signal.SIGHUP) == handler
+        assert pool.stopping == stops and signal.getsignal(signal.SIGHUP) == handler
     signal.signal(signal.SIGHUP, before)
 
 
@@ -52,7 +52,7 @@ class Step:
 
 
 def test_after_a_failure_no_further_chain_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.Team, "call", lambda *_: 0)
+    monkeypatch.setattr(jobs.Pool, "call", lambda *_: 0)
     ran: list[str] = []
     for name in "abcd":
         (tmp_path / f"{name}.log").touch()

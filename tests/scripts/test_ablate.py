@@ -154,7 +154,7 @@ def test_tuning_makes_equal_arms_equal(
     shards: Path, other_text: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch, unseen: None
 ) -> None:
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse."""
-    monkeypatch.setattr(jobs.Team, "carry_out", lambda team, run, env: made_up(run, shards))
+    monkeypatch.setattr(jobs.Pool, "carry_out", lambda pool, run, env: made_up(run, shards))
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
     arguments, folder = tuned(shards, tmp_path, other_text, arms), tmp_path / "toy"
     printed = call(*arguments)
