@@ -93,8 +93,8 @@ def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str
                 except Exception as failure:
                     failures.append(failure)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(work, range(jobs)))
+        with ThreadPoolExecutor(jobs) as threads:
+            list(threads.map(work, range(jobs)))
     if pool.stopping:
         print(f"{name}: stopped; repeat the command to continue", flush=True)
         pool.leave()
