@@ -5,8 +5,9 @@ import os
 import signal
 from contextlib import ExitStack, closing
 
-# libgomp reads this when torch loads it: beside other processes, threads that wait sleep sooner (docs/PERFORMANCE.md).
-if "OMP_WAIT_POLICY" not in os.environ:
+# libgomp reads this when torch loads it: where other processes use the cores, threads that wait sleep sooner
+# (docs/PERFORMANCE.md).
+if "OMP_WAIT_POLICY" not in os.environ and os.getloadavg()[0] > 0.5:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch

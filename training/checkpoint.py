@@ -180,8 +180,12 @@ def _refuse_damaged(folder: Path, checksums: dict[str, str], weights_only: bool)
     if weights_only:
         names = [name for name in names if not name.startswith("optimizer")]
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = (folder / name for name in names[rank::size])
-    damaged = [path.name for path in mine if not path.is_file() or sha256(path) != checksums.get(path.name)]
+    damaged = []
+    for name in names[rank::size]:
+        try:
+            damaged += [name] if sha256(folder / name) != checksums.get(name) else []
+        except OSError:  # it is not there, or not any more
+            damaged.append(name)
     everybody = [damaged] * size
     if size > 1:
         dist.all_gather_object(everybody, damaged)
