@@ -92,14 +92,14 @@ def load(
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
     """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints)."""
-    errors: list[ValueError] = []
+    errors: list[Exception] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
             loaded = use(folder)
             if errors and say:
                 print(f"warning: {errors[0]}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
             return loaded
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if not folder.is_dir():  # a process that trains this run has replaced it by a newer one
                 return newest(run_dir, use, say, resumes)
             errors.append(error)
@@ -180,12 +180,8 @@ def _refuse_damaged(folder: Path, checksums: dict[str, str], weights_only: bool)
     if weights_only:
         names = [name for name in names if not name.startswith("optimizer")]
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    damaged = []
-    for name in names[rank::size]:
-        try:
-            damaged += [name] if sha256(folder / name) != checksums.get(name) else []
-        except OSError:  # it is not there, or not any more
-            damaged.append(name)
+    mine = (folder / name for name in names[rank::size])
+    damaged = [path.name for path in mine if not path.is_file() or sha256(path) != checksums.get(path.name)]
     everybody = [damaged] * size
     if size > 1:
         dist.all_gather_object(everybody, damaged)
