@@ -91,7 +91,7 @@ def load(
 
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
-    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints)."""
+    """Call `use(folder)`, newest checkpoint first, until one is whole; return its value (None: no checkpoints)."""
     errors: list[Exception] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
