@@ -140,7 +140,7 @@ def test_one_graph_at_each_length(case: tuple, traced: dict[str, list[dict[str, 
     want = wanted(*case)
     assert want is None or kernels[0] == want
     if backend == "auto" and mask != "causal":
-        assert set(kernels[0]) == {"flex"}
+        assert not {"sdpa", "fused"} & kernels[0].keys()  # flex, or the formulas of a map of its own
 
 
 if __name__ == "__main__":  # trace every case, and print what became of each as JSON
