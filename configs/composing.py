@@ -27,28 +27,33 @@ def compose_job(name: str, overrides: list[str]) -> Any:
 
     Hydra needs a third of a second, and a study hundreds of configurations: it composes each choice of groups once.
     """
-    groups = [override for override in overrides if not _is_value(override)]
+    values = [override for override in overrides if _is_value(override)]
+    groups = tuple(override for override in overrides if not _is_value(override))
     try:
-        config = copy.deepcopy(_composed(GlobalHydra.instance().hydra, name, tuple(groups)))
-        for override in OverridesParser.create().parse_overrides([each for each in overrides if each not in groups]):
+        config = copy.deepcopy(_of_groups(GlobalHydra.instance().hydra, name, groups))
+        for override in OverridesParser.create().parse_overrides(values):
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         return config
     except (HydraException, OmegaConfBaseException):
-        return _composed.__wrapped__(None, name, tuple(overrides))  # for Hydra's message
+        return composed_by_hydra(name, overrides)  # and refused in its words
 
 
 @functools.lru_cache
-def _composed(hydra: object, name: str, overrides: tuple[str, ...]) -> Any:
+def _of_groups(hydra: object, name: str, groups: tuple[str, ...]) -> Any:
     """Once for each `hydra`, whose search path may have folders of the user."""
+    return composed_by_hydra(name, list(groups))
+
+
+def composed_by_hydra(name: str, overrides: list[str]) -> Any:
     ready = GlobalHydra.instance().is_initialized()
     with nullcontext() if ready else initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):
-        return compose(name, list(overrides))
+        return compose(name, overrides)
 
 
 def _is_value(override: str) -> bool:
-    """Whether it is KEY=VALUE of a single value, and no choice of a group."""
+    """Whether it sets a key that is there, and chooses no group."""
     key = override.split("=")[0]
-    return key == key.lstrip("+~") and not (CONFIG_DIR / key).is_dir() and not {"/", "@"} & set(key)
+    return not (CONFIG_DIR / key).is_dir() and not set("+~/@") & set(key)
 
 
 def merged(*parts: list[str]) -> list[str]:

@@ -1,19 +1,43 @@
 """Texts in Hydra's quotes are read as they were, and printed where a terminal lacks a letter."""
 
 import io
+import re
 import sys
 from dataclasses import dataclass
 
 import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 import data.prepare  # noqa: F401  # registers its schema
+import train  # noqa: F401  # and its own
 from configs import command
-from configs.composing import compose_job, quote
+from configs.composing import compose_job, composed_by_hydra, quote
 
 
 @pytest.mark.parametrize("text", ["plain", 'a"b', "a'b", "a\\", "${x}", "\\'", "\\${x}", "a, b=[c]"])
 def test_quotes(text: str) -> None:
     assert compose_job("prepare", [f"path={quote(text)}"]).path == text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    (
+        ["steps=7", "model=diff", "model.n_layer=3", "size=nano", "optim.lr=3e-4", "checkpoint.at=[3,5]", "run_dir='a b'"],
+        ["+model.window=64", "model.window=32", "data=mqar", "data.dir=${runs}/x", "init_from=null"],
+    ),
+)
+def test_groups_composed_once_give_hydras_configuration(overrides: list[str]) -> None:
+    for each in (overrides, overrides[:-1], overrides):
+        assert compose_job("train", each) == composed_by_hydra("train", each)
+
+
+@pytest.mark.parametrize("override", ("stepz=1", "seed=1,2", "model=none", "steps=x", "~model.n_layer=9"))
+def test_what_hydra_refuses_is_refused_in_its_words(override: str) -> None:
+    with pytest.raises((HydraException, OmegaConfBaseException)) as ours:
+        compose_job("train", [override])
+    with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
+        composed_by_hydra("train", [override])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What training measures beside its loss, and is not changed by: loss on validation text and by kind, needles, and the monitor.
+"""Reads a model while it trains, without a change to it: loss on validation text and by kind of document, needles, the monitor.
 
 The monitor logs lambda, gates, path weights and statistics of attention maps, in a few layers on a small batch of validation
 text, always the same. metrics.jsonl then has `monitor/layer_I/NAME`, `monitor/mean/NAME`, `monitor/std/NAME` and the seconds

@@ -118,6 +118,15 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(kind: str, run:
     assert warning.count("warning:") == warning.count("\n") == 1 and "step_00000001 is used instead" in warning
 
 
+def test_a_reader_whose_checkpoint_is_deleted_reads_the_next_without_a_word(run: Path, capsys: pytest.CaptureFixture) -> None:
+    def use(folder: Path) -> str:
+        if folder.name == "step_00000002":
+            shutil.rmtree(folder)
+        return sorted(folder.iterdir()) and folder.name
+
+    assert checkpoint.newest(run, use) == "step_00000001" and not capsys.readouterr().err
+
+
 def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: Path) -> None:
     folder = run / "checkpoints" / "step_00000002"
     shutil.rmtree(folder)
