@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import re
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -165,6 +166,7 @@ class PlannedRun:
             if not (training and infinite):
                 lines = output.splitlines()
                 error = ([line for line in lines if line.startswith("error: ")] or lines)[-1].removeprefix("error: ")
+                error = f"killed by {signal.Signals(-code).name}" if code < 0 else error
                 again = "repeat this command: finished runs are kept"
                 raise ValueError(f"{self.name}: {error} (exit status {code}, see {self.log}); {again}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})

@@ -28,9 +28,10 @@ from configs.files import flatten
 
 CONFIG_DIR = Path(__file__).parent
 LESS_MEMORY = (
-    "the GPU has too little free memory: use a smaller micro_batch= (training) or batch= (evaluations), "
+    "has too little free memory: use a smaller micro_batch= (training), batch= (evaluations) or samples=, "
     "activation_checkpointing=true, or a smaller model or context"
 )
+NO_MEMORY = ("can't allocate memory", "bad_alloc")  # in a RuntimeError of torch: of a CPU
 USER_ERRORS = (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException)
 # Hydra must not write a folder and a log: their time-stamped names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
@@ -110,13 +111,15 @@ def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        out_of_memory = type(error).__name__ == "OutOfMemoryError"  # of torch, which is not imported here
-        if TRACEBACK or not (out_of_memory or isinstance(error, USER_ERRORS)):
+        full = "the GPU" if type(error).__name__ == "OutOfMemoryError" else ""  # of torch, which is not imported here
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY):
+            full = "this machine"
+        if TRACEBACK or not (full or isinstance(error, USER_ERRORS)):
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or every_rank:
             where = "" if rank == "0" else f" on rank {rank}"
-            line = f"error{where}: {LESS_MEMORY if out_of_memory else explain(error, schema)}\n"
+            line = f"error{where}: {f'{full} {LESS_MEMORY}' if full else explain(error, schema)}\n"
             print(line, end="", file=sys.stderr, flush=True)  # in one write: other ranks print as well
         if every_rank and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             sys.stdout.flush()
@@ -133,7 +136,9 @@ def explain(error: BaseException, schema: type) -> str:
     if isinstance(error, MissingConfigException):
         if error.missing_cfg_file == "hydra/sweeper/optuna":
             return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
-        return f"there is no {error.missing_cfg_file}: use one of {', '.join(error.options or ())}"
+        wrong, name = f"there is no {error.missing_cfg_file}", str(error.missing_cfg_file).removeprefix("data/")
+        prepared = "" if name == error.missing_cfg_file else f" (text prepared as data.name={name}: data=text data.name={name})"
+        return f"{wrong}: use one of {', '.join(error.options or ())}{prepared}"
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):

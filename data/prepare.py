@@ -29,7 +29,7 @@ from configs import command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
 from data.holdout import Document, measure
-from data.shards import META, PROGRESS, Shard, open_split, read_meta, token_dtype, write_shard
+from data.shards import AGAIN, META, PROGRESS, Shard, open_split, read_meta, token_dtype, write_shard
 from data.sources import Corpus, content_of, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, check_bytes, load_tokenizer, pieces
@@ -117,7 +117,7 @@ def refuse_other_request(folder: Path, before: dict, now: dict) -> None:
         wrong = f"the source has changed since {folder} was prepared ({key} {then} then, {ours} now)"
         if option:
             wrong = f"{folder} was prepared with data.{key}={then}, not {ours}"
-        raise ValueError(f"{wrong}: use another data.name=NAME, or delete {folder}")
+        raise ValueError(f"{wrong}: use another data.name=NAME")
 
 
 class Preparation:
@@ -242,7 +242,7 @@ class Preparation:
         """Take over the shards that an interrupted preparation finished. ValueError: the folder has another origin."""
         path = self.folder / PROGRESS
         if path.is_file():
-            progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
+            progress = read_json_object(path, AGAIN)
             refuse_other_request(self.folder, progress.get("request", {}), self.request)
             self.splits = {name: _resumed(self.folder, progress["splits"][name]) for name in SPLITS}
             shards = self._finished()
@@ -293,8 +293,11 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 def _describe(meta: dict) -> str:
     splits, tokenizer = meta["splits"], meta["tokenizer"]
-    sizes = [", ".join(f"{split[unit]:,} {unit}" for unit in ("tokens", "bytes", "documents")) for split in splits.values()]
-    sizes = "; ".join(f"{name} {size}" for name, size in zip(splits, sizes, strict=True))
+    sizes = "; ".join(
+        f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, "
+        + (f"{split['documents']:,} documents" if split["documents"] or not split["tokens"] else "a part of a document")
+        for name, split in splits.items()
+    )
     share = splits["val"]["bytes"] / max(1, sum(split["bytes"] for split in splits.values()))
     return f"{sizes}; held out {share:.2%} of the bytes ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})"
 

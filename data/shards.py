@@ -21,7 +21,7 @@ EXTENDED = 0x44494646  # "DIFF"
 META = "meta.json"
 PROGRESS = "progress.json"
 CHECK_BELOW = 64 * 2**20  # bytes; smaller files have their checksum verified whenever they are opened
-AGAIN = "delete its folder and prepare again"
+AGAIN = "copy its folder again, or prepare the data again as another data.name=NAME"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -144,7 +144,7 @@ class TextTokens:
 def read_meta(folder: str | Path) -> dict | None:
     """`meta.json` of a prepared folder, or None for a folder without it (foreign shards). ValueError: it is damaged."""
     path = Path(folder) / META
-    return read_json_object(path, f"delete {folder} and prepare the data again") if path.is_file() else None
+    return read_json_object(path, AGAIN) if path.is_file() else None
 
 
 def open_split(

@@ -26,6 +26,7 @@ import tiktoken
 
 from configs.files import read_json_object, write_json
 from data.config import TokenizerConfig
+from data.shards import AGAIN
 
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -242,8 +243,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
         if foreign is not None and any(Path(folder).glob("*.bin")):
             return build_tokenizer(TokenizerConfig("gpt2") if foreign.name == "bpe" else foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
-    fix = f"delete {folder} and prepare the data again"
-    content = read_json_object(path, fix)
+    content = read_json_object(path, AGAIN)
     name = content.get("name")
     if name == "hf":
         tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
@@ -252,7 +252,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
     else:
         tokenizer = Tokenizer(_encoding(name))
     if tokenizer.fingerprint != content.get("fingerprint"):
-        raise ValueError(f"{path} does not match its fingerprint: {fix}")
+        raise ValueError(f"{path} does not match its fingerprint: {AGAIN}")
     return tokenizer
 
 

@@ -104,7 +104,7 @@ def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resum
                 return newest(run_dir, use, say, resumes)
             errors.append(error)
     if errors:
-        fix = f"delete {run_dir / 'checkpoints'} to start again" if resumes else "copy that run again, or give another one"
+        fix = "start again with another run_dir=" if resumes else "copy that run again, or give another one"
         raise ValueError(f"{errors[0]}; no older checkpoint can be used: {fix}")
     return None
 

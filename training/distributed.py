@@ -73,7 +73,7 @@ class World:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """A context for the work of all processes. ConnectionError: a process is lost; MemoryError: a CPU has no more."""
+        """A context for the work of all processes. ConnectionError: a process is lost."""
         try:
             yield
         except Exception as error:
@@ -83,9 +83,6 @@ class World:
                     wrong = f"no answer for {TIMEOUT} from {self.silent()}"
                     raise ConnectionError(f"{wrong}: see what it or its machine does, then use resume=true") from None
                 raise ConnectionError("another process has ended: see the error that its rank has printed above") from None
-            if failed and "can't allocate memory" in str(error):
-                fix = "use a smaller micro_batch=, activation_checkpointing=true, or a smaller model or context"
-                raise MemoryError(f"this machine has too little free memory: {fix}") from None
             if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last line that torchrun prints
                 Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
             raise

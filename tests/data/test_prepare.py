@@ -263,6 +263,10 @@ def test_the_command(tmp_path, typed, monkeypatch):
     options = ["data=shakespeare", "path=~/input.txt", "data.dir='~/out'"]
     first, second = (typed("data.prepare", *options, more) for more in ("verify=false", "verify=true"))
     assert first.returncode == second.returncode == 0
-    assert "train 1,891 tokens" in first.stdout and "already prepared and verified" in second.stdout
+    assert (
+        "train 1,891 tokens" in first.stdout
+        and "a part of a document" in first.stdout
+        and "already prepared and verified" in second.stdout
+    )
     assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
     assert bytes(tokens(tmp_path / "out", "val")) == (tmp_path / "input.txt").read_bytes()[1890:]

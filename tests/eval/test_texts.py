@@ -29,6 +29,12 @@ def planned(folder: Path, shards: Path, text: Path, known: Texts | None = None) 
     return PlannedRun("a", 1, folder, [], config, [evaluation], 1, texts=known or Texts())
 
 
+def test_a_training_that_a_signal_has_ended_is_called_killed(tmp_path: Path) -> None:
+    run = planned(tmp_path / "a", tmp_path, tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"^a: killed by SIGKILL \(exit status -9, .*repeat this command"):
+        run.check(["train.py"], -9, "error: of an evaluation before\nstep 3/8")
+
+
 @pytest.fixture
 def read(tmp_path: Path) -> list[Path]:
     """Two texts in files of one name."""

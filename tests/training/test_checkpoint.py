@@ -120,8 +120,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(kind: str, run:
 
 def test_a_reader_whose_checkpoint_is_deleted_reads_the_next_without_a_word(run: Path, capsys: pytest.CaptureFixture) -> None:
     def use(folder: Path) -> str:
-        if folder.name == "step_00000002":
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True) if folder.name == "step_00000002" else None
         return sorted(folder.iterdir()) and folder.name
 
     assert checkpoint.newest(run, use) == "step_00000001" and not capsys.readouterr().err
@@ -136,7 +135,7 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
     with pytest.raises(ValueError, match="use the same model= and size= overrides"):
         checkpoint.newest(run, lambda folder: checkpoint.load(folder, Decoder(config("gated"))))
     truncate(run / "checkpoints" / "step_00000001")
-    with pytest.raises(ValueError, match="no older checkpoint can be used: delete"):
+    with pytest.raises(ValueError, match="no older checkpoint can be used: start again with another run_dir=$"):
         newest(run)
     with pytest.raises(ValueError, match="used: copy that run again, or give another one$"):  # it belongs to somebody else
         checkpoint.newest(run, lambda folder: checkpoint.load(folder, Decoder(config("baseline"))))

@@ -71,13 +71,14 @@ def test_processes_that_never_come_or_share_a_gpu_are_one_line(monkeypatch: pyte
             join_world(device)
 
 
-def test_a_full_gpu_is_one_line_that_names_what_needs_less(capsys: pytest.CaptureFixture) -> None:
-    for config in (TrainConfig, EvalConfig):
+def test_no_memory_left_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    gpu, cpu = (torch.OutOfMemoryError("CUDA out of memory"), "the GPU"), (RuntimeError("std::bad_alloc"), "this machine")
+    for config, (error, where) in ((TrainConfig, gpu), (EvalConfig, gpu), (EvalConfig, cpu)):
         with pytest.raises(SystemExit) as end, one_line_errors(config, every_rank=True), World(0, 1, CPU).errors():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise error
         line = capsys.readouterr().err
         assert end.value.code == 2 and line.count("\n") == 1
-        assert line.startswith("error: the GPU has too little free memory: use a smaller micro_batch=")
+        assert line.startswith(f"error: {where} has too little free memory: use a smaller micro_batch=")
         with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(config):
             raise RuntimeError("shapes")
 
