@@ -108,7 +108,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if line.rstrip().endswith(b"}"):
                     if (content := _object(line)) is None:
-                        raise ValueError(f"{path} line {number} is not a JSON object: delete that line")
+                        raise ValueError(f"{path} line {number} is not a JSON object: copy the file again")
                     yield content
         except (gzip.BadGzipFile, EOFError, zlib.error):
             raise ValueError(f"{path} is damaged: copy it again") from None

@@ -13,6 +13,7 @@ class TokenizerConfig:
     name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on text) | bytes | hf
     vocab_size: Annotated[int | None, "[258, 1048576]"] = None  # bpe only: tokens, end-of-text included; None: 4096
     path: str | None = None  # hf only: a transformers model's folder, whose tokenizer.json is used
+    special: bool = False  # hf only: special tokens written out in a text (<|im_start|>) are these tokens, not plain text
 
 
 @dataclass

@@ -100,6 +100,7 @@ def request_of(cfg: DataConfig, identity: dict) -> dict:
     if cfg.tokenizer.path:
         files = sorted(Path(cfg.tokenizer.path).glob("tokenizer*.json"))
         tokenizer |= {"tokenizer.path": cfg.tokenizer.path} | ({"tokenizer_content": content_of(files)} if files else {})
+        tokenizer |= {"tokenizer.special": True} if cfg.tokenizer.special else {}
     sizes = {key: getattr(cfg, key) for key in ("val_fraction", "shard_tokens", "max_tokens")}
     return {**identity, **tokenizer, **sizes}
 

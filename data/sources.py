@@ -202,6 +202,8 @@ def _plain(file: BinaryIO) -> Iterator[str]:
     reader = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, separated = "", False
     while block := reader.read(TEXT_LIMIT // 4):
+        if 4 * block.count("\0") > len(block):  # UTF-16 without its mark is UTF-8, too, with a NUL beside every letter
+            raise UnicodeDecodeError("utf-8", codecs.BOM_UTF16_LE, 0, 1, "it is UTF-16")
         *parts, buffer = (buffer + block).split(EOT)
         separated = separated or bool(parts)
         yield from (part.strip("\r\n") for part in parts)

@@ -121,7 +121,7 @@ class FolderTokenizer(Tokenizer):
     Sentencepiece puts a space before a text, which `decode` removes and `byte_lengths` counts.
     """
 
-    def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
+    def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE, special: bool = False) -> None:
         tokenizers = import_optional("tokenizers", str(source))
         self.definition = definition
         decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
@@ -131,13 +131,14 @@ class FolderTokenizer(Tokenizer):
             self.hf = tokenizers.Tokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises plain Exception
             raise ValueError(f"{source} is not a tokenizer that 'tokenizers' runs ({error}): save it again") from None
-        self.hf.encode_special_tokens = True  # special tokens that are written out in a text are text
+        self.special = special  # whether special tokens that are written out in a text are tokens, or text
+        self.hf.encode_special_tokens = not special
         self.name, self.eot = "hf", eot
         self.tokens: dict[int, str] = {token: text for text, token in self.hf.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self.tokens) + 1
         self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         self.byte_level = _is_byte_level(definition, source)
-        self.fingerprint = hashlib.sha256(json.dumps([decides, eot], sort_keys=True).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([decides, eot, *[special] * special], sort_keys=True).encode()).hexdigest()
 
     def encode_array(self, text: str) -> np.ndarray:
         (encoded,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
@@ -162,18 +163,19 @@ class FolderTokenizer(Tokenizer):
     def byte_lengths(self) -> np.ndarray:
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token in self.tokens:
-            if not self.added.get(token, {}).get("special"):
+            if token != self.eot and (self.special or not self.added.get(token, {}).get("special")):
                 lengths[token] = len(self.token_bytes(token))
         return lengths
 
     def _definition(self) -> dict[str, Any]:
-        return {"definition": self.definition}
+        return {"definition": self.definition, "special": self.special}
 
 
-def read_tokenizer(folder: str | Path) -> Tokenizer:
+def read_tokenizer(folder: str | Path, special: bool = False) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
     GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
+    special: special tokens that are written out in a text become these tokens; without it they stay text.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -181,9 +183,9 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     definition = _read_json(path)
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
-    tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
+    tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path, special)
     check_bytes(tokenizer, "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n")
-    if (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
+    if not special and (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
         with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's tokenizer
             gpt2 = Tokenizer(_encoding("gpt2"))
             ranks = {tokenizer.token_bytes(token): token for token in tokenizer.tokens if token != gpt2.eot}
@@ -246,7 +248,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
     content = read_json_object(path, AGAIN)
     name = content.get("name")
     if name == "hf":
-        tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
+        tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path, content.get("special", False))
     elif name == "bpe":
         tokenizer = Tokenizer(_bpe_encoding([base64.b64decode(token) for token in content["tokens"]], content["pattern"]))
     else:
@@ -258,12 +260,14 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
 
 def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer `cfg` asks for; `bpe` is trained on `texts` and depends on nothing else."""
+    if cfg.special and cfg.name != "hf":
+        raise ValueError(f"data.tokenizer.special is for data.tokenizer.name=hf alone, not {cfg.name}: leave it false")
     if (cfg.name == "hf") != (cfg.path is not None):
         raise ValueError("data.tokenizer.name=hf and data.tokenizer.path=FOLDER belong together: give both, or neither")
     if cfg.name != "bpe":
         if cfg.vocab_size is not None:
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
-        return read_tokenizer(cfg.path) if cfg.path else Tokenizer(_encoding(cfg.name))
+        return read_tokenizer(cfg.path, cfg.special) if cfg.path else Tokenizer(_encoding(cfg.name))
     if texts is None:
         raise ValueError("a bpe tokenizer is trained on text: give data=text path=FILE, or another data.tokenizer.name")
     return Tokenizer(_bpe_encoding(_train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))

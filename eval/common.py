@@ -231,7 +231,7 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
         digest.update(part)
     path = folder / "eval" / f"{name}.json"
     if settings.get("name") is None and path.is_file():
-        before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
+        before = read_json_object(path, "move it away").get("results", {}).get("input_sha256")
         if before != digest.hexdigest():
             raise ValueError(f"eval/{path.name} is of another text or file: give this one a name with name=NAME")
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}

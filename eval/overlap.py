@@ -67,7 +67,7 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
     """Name -> share, for each of `texts` (name -> file, folder or glob). Each is computed once and saved in the file `kept`."""
     tokenizer = open_tokenizer(data)
     train = open_split(Path(data.dir), "train", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
-    known = read_json_object(kept, "delete it") if kept.is_file() else {}
+    known = read_json_object(kept, "move it away") if kept.is_file() else {}
     shares = {}
     for name, text in texts.items():
         documents = read_documents(text)

@@ -78,7 +78,7 @@ def main(cfg: ConvertConfig) -> None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
     pick_device(cfg.device)
     if Path(cfg.run_dir).exists():
-        raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
+        raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=...")
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})

@@ -26,7 +26,7 @@ RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "ep
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
-NOT_COMPARED = "so their losses cannot be compared: report them apart"
+NOT_COMPARED = "so their losses cannot be compared: report them apart, and compare bits per byte (eval.perplexity text=FILE)"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
 # Parts of an evaluation's results without which its file is damaged.
@@ -155,11 +155,11 @@ def read_run(folder: Path) -> Run:
         )
     config = read_run_config(folder)
     lines = list(read_json_lines(folder / "metrics.jsonl"))
-    failure = read_json(folder / DIVERGED, "delete it and train the run again")
+    failure = read_json(folder / DIVERGED, "move it away and train the run again")
     tokenizer = read_json(folder / "tokenizer.json", "copy it from the folder of the run's data")
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
-    again = "delete it and repeat the evaluation"
+    again = "move it away and repeat the evaluation"
     evals = {path.stem: read_json_object(path, again) for path in sorted((folder / "eval").glob("*.json"))}
     for name, content in evals.items():
         results = content.get("results")
@@ -278,8 +278,7 @@ def refuse_other_settings(runs: list[Run]) -> None:
             if key == "settings":
                 what = next(setting for setting in (expected | value) if expected.get(setting) != value.get(setting))
             wrong = f"{first.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
-            fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
-            raise ValueError(f"{wrong}: {fix}; they differ in {what}")
+            raise ValueError(f"{wrong}: repeat both with the same ones; they differ in {what}")
 
 
 @dataclass

@@ -24,8 +24,9 @@ SEEDS = (
 )
 P_KINDS = {"pooled": "p", "Holm": "p_holm", "alone": "p_alone", "Welch": "p_welch", "equal": "p_equal"}
 ERROR = (
-    "{where}: error {sd:.4f} (95 % {sd_low:.4f} to {sd_high:.4f}, {df} degrees of freedom), seeds {sd_seed:.4f}, smallest "
-    "detectable difference {detectable:.4f} (n = {n}, pooled error, 80 % power, 5 % level); against {reference}."
+    "{where}: a difference of {detectable:.4f} to {reference} is found with 80 % power (n = {n}, 5 % level). An arm varies "
+    "from seed to seed by {sd:.4f} (95 % interval {sd_low:.4f} to {sd_high:.4f}, {df} degrees of freedom), and all arms "
+    "together by {sd_seed:.4f}."
 )
 SPREADS_DIFFER = (
     "{where}: the arms differ in their spread over seeds (Bartlett's test, p {p}): the pooled intervals are too narrow for the "

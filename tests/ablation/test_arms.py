@@ -103,7 +103,7 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
         edit(two / file, key, value)
         assert says in reason(), key
         (two / file).write_text(original)
-    for file, fix in (("eval/needle.json", "delete it and repeat the evaluation"), ("tokenizer.json", "copy it from")):
+    for file, fix in (("eval/needle.json", "move it away and repeat the evaluation"), ("tokenizer.json", "copy it from")):
         original = (two / file).read_text()
         (two / file).write_text("{")
         assert f"damaged: {fix}" in reason()

@@ -111,9 +111,23 @@ def test_a_run_keeps_a_folders_tokenizer_and_data_is_prepared_with_it(folder: Pa
     meta = prepare(cfg)
     assert meta["tokenizer"]["fingerprint"] == tokenizer.fingerprint == load_tokenizer(cfg.dir).fingerprint
     assert prepare(cfg) == meta
-    cfg.tokenizer.path = "another"
-    with pytest.raises(ValueError, match="tokenizer.path"):
-        prepare(cfg)
+    for key, value in (("special", True), ("path", "another")):
+        setattr(cfg.tokenizer, key, value)
+        with pytest.raises(ValueError, match=f"tokenizer.{key}"):
+            prepare(cfg)
+
+
+def test_special_tokens_written_out_in_a_text_are_text_or_tokens(byte_level_folder: Path, tmp_path: Path) -> None:
+    text, plain = "<|im_start|>user\n", read_tokenizer(byte_level_folder)
+    tokenizer = build_tokenizer(TokenizerConfig("hf", path=str(byte_level_folder), special=True))
+    (token,) = (token for token, name in tokenizer.tokens.items() if name == "<|im_start|>")
+    assert tokenizer.encode(text) == [token, *plain.encode("user\n")] and token not in plain.encode(text)
+    assert tokenizer.byte_lengths()[tokenizer.encode(text)].sum() == len(text) and tokenizer.decode([token]) == "<|im_start|>"
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(text) == tokenizer.encode(text) and loaded.fingerprint != plain.fingerprint
+    with pytest.raises(ValueError, match="data.tokenizer.special is for"):
+        build_tokenizer(TokenizerConfig("bytes", special=True))
 
 
 @pytest.mark.parametrize("name", ("bytes", "bpe", "gpt2", "cl100k_base", "o200k_base", "folder"))

@@ -79,13 +79,17 @@ def test_the_command_that_converts_a_text_works(tmp_path):
     if not shutil.which("iconv"):
         pytest.skip("no iconv on this machine")
     path, new = tmp_path / "a.txt", tmp_path / "new.txt"
-    for encoding in ("latin1", "utf-16"):
-        path.write_bytes("naïve".encode(encoding))
+    for text, written, encoding in (
+        ("naïve", "latin1", "latin1"),
+        ("naïve", "utf-16", "utf-16"),
+        ("plain", "utf-16-le", "utf-16"),
+    ):
+        path.write_bytes(text.encode(written))
         with pytest.raises(ValueError, match=f"not UTF-8 text: convert it first, e.g. iconv -f {encoding}") as caught:
             read(path)
         command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
         subprocess.run(command, shell=True, check=True)
-        assert read(new) == ["naïve"]
+        assert read(new) == [text]
 
 
 def test_compressed_and_parquet(tmp_path):

@@ -25,7 +25,7 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 8 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
+    assert len(blocks) == 9 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
