@@ -45,10 +45,19 @@ class Step:
         if self.fails:
             raise ValueError(f"{self.name} failed")
         self.ran.append(self.name)
+        self.printed = output
         return True
 
     def finished(self) -> str:
         return "done"
+
+
+def test_what_an_earlier_attempt_printed_is_not_its_own(tmp_path: Path) -> None:
+    step = Step("a", tmp_path, [])
+    step.log.write_text("error: of yesterday\n")
+    with jobs.Pool() as pool:
+        pool.carry_out(step, dict(os.environ))
+    assert step.printed == "$ python -c \n"
 
 
 def test_after_a_failure_no_further_chain_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

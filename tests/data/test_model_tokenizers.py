@@ -1,6 +1,7 @@
 """Tokenizers of other models' folders as ours, and ours as transformers' AutoTokenizer reads them."""
 
 import json
+import string
 from pathlib import Path
 
 import pytest
@@ -198,5 +199,20 @@ def test_tokens_that_do_not_hold_the_text_are_refused(sentencepiece_folder: Path
     content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "▁" not in pair]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    with pytest.raises(ValueError, match="changes the text: .* use a byte-level tokenizer"):
-        read_tokenizer(tmp_path)
+    letters = [(letter, -2.0) for letter in string.ascii_letters]
+    no_digits = HFTokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), *letters], unk_id=0))
+    no_digits.pre_tokenizer, no_digits.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    no_digits.add_special_tokens(["<unk>"])
+    for folder in (tmp_path, folder_of(no_digits, tmp_path / "unigram", bos_token="<unk>")):
+        with pytest.raises(ValueError, match="changes the text: .* use a byte-level tokenizer"):
+            read_tokenizer(folder)
+
+
+def test_a_tokenizer_that_changes_the_case_is_said(byte_level_folder: Path, texts: list[str], tmp_path: Path, capsys) -> None:
+    hf = HFTokenizer.from_file(str(byte_level_folder / "tokenizer.json"))
+    hf.normalizer = normalizers.Lowercase()
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(["Upper and lower", *texts[:2]]) * 20)
+    tokenizer = TokenizerConfig("hf", path=str(folder_of(hf, tmp_path / "lower", eos_token="<|endoftext|>")))
+    prepare(DataConfig(name="mine", source="text", path=str(path), dir=str(tmp_path / "shards"), tokenizer=tokenizer))
+    assert "this tokenizer changes the text" in capsys.readouterr().out

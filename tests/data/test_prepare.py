@@ -231,6 +231,7 @@ def test_large_vocabularies_are_uint32_and_odd_documents_stop_nothing_or_are_nam
     [shard, *_] = open_split(cfg.dir, "train")
     assert shard.tokens.dtype == np.uint32 and shard.tokens[0] == 100_000
     assert "left out 2 documents without text" in capsys.readouterr().out
+    prepare(replace(cfg, dir=f"{cfg.dir}3", tokenizer=TokenizerConfig("bpe", 300)))  # a lone surrogate stops no training of it
 
     def fail(self, text):
         raise ValueError("too many steps")

@@ -1,7 +1,9 @@
+import errno
 import json
 import os
 import resource
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +43,11 @@ def test_round_trip(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
 
 
-def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
+def broken_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_wrong_files_are_refused_in_one_line(shard, tmp_path, monkeypatch):
     def refused(match, error=ValueError, path=shard, **options):
         with pytest.raises(error, match=match) as caught:
             Shard(path, **options)
@@ -69,6 +75,9 @@ def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
     refused("not a token shard")
     shard.write_bytes(whole)
     opened = Shard(shard)
+    with monkeypatch.context() as broken, pytest.raises(OSError, match=f"the disk has failed.*{shard}"):
+        broken.setattr(Path, "open", broken_disk)
+        opened.read(0, 256)
     os.truncate(shard, 1100)
     with pytest.raises(ValueError, match="is truncated"):
         opened.read(0, 256)

@@ -91,8 +91,11 @@ def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> 
     assert text_of(wanted) == f"{tmp_path.name} (source shards of another project)"
 
 
-def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards) -> None:
+def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards, monkeypatch) -> None:
     run = make_run("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+        assert refused(perplexity, f"run={run}").endswith("give out=FOLDER, another place for it")
     dogs, cats, moved = (
         book(tmp_path / "1" / "book.txt"),
         book(tmp_path / "2" / "book.txt", "cats"),

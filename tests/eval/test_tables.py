@@ -12,7 +12,7 @@ from eval.report.runs import Arm, Run, read_run, text_of
 from eval.report.tables import headline_table, scalars, si, trained_on
 
 
-def test_what_a_training_loss_is_of(make_run, tmp_path):
+def test_what_a_training_loss_is_of(make_run, tmp_path, monkeypatch):
     run = read_run(make_run("one"))
     rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
     assert trained_on([Arm("one", runs=[run])]) == "text mixed with 50 % synthetic retrieval documents"
@@ -23,6 +23,10 @@ def test_what_a_training_loss_is_of(make_run, tmp_path):
     assert rows["training loss on text, last tenth"].cells[0].value == 5.0
     assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
     figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
+    drawn, run.val = [], []  # trained with eval_every=0
+    monkeypatch.setattr(figures, "_frame", lambda ax, shown: drawn.extend(shown))
+    figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
+    assert drawn
     assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
 
 
