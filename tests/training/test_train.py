@@ -18,6 +18,7 @@ from tests.conftest import ROOT, Typed, assert_one_line_error, run_command, trai
 from tests.training import processes
 from training.checkpoint import checkpoints, load_run
 from training.distributed import World
+from training.parallel import Parallel
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -158,6 +159,23 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing_and_a_deleted_one
     monkeypatch.setattr("train.validation_loss", validate)
     assert_one_line_error(typed(*arguments), "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_skipped_update_is_said_and_recorded(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    norms: list[torch.Tensor] = []
+
+    def clip_grad_norm(parallel: Parallel, limit: float) -> torch.Tensor:
+        norms.append(clip(parallel, limit))
+        return norms[-1] * float("nan" if len(norms) == 2 else 1)
+
+    clip = Parallel.clip_grad_norm
+    monkeypatch.setattr(Parallel, "clip_grad_norm", clip_grad_norm)
+    run = trained(shards, tmp_path / "run", "steps=4", "model.n_layer=1")
+    (line,) = [line for line in metrics(run) if "skipped" in line]
+    assert (
+        line["step"] == 2 and line["skipped"].endswith("gradient norm nan") and line["samples"][0] * 2 == line["samples"][1] + 1
+    )
+    assert "step 2/4 | update skipped: loss " in capsys.readouterr().out and len(norms) == 4
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="hydra-optuna-sweeper is installed")
