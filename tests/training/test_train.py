@@ -172,9 +172,7 @@ def test_a_skipped_update_is_said_and_recorded(shards: Path, tmp_path: Path, mon
     monkeypatch.setattr(Parallel, "clip_grad_norm", clip_grad_norm)
     run = trained(shards, tmp_path / "run", "steps=4", "model.n_layer=1")
     (line,) = [line for line in metrics(run) if "skipped" in line]
-    assert (
-        line["step"] == 2 and line["skipped"].endswith("gradient norm nan") and line["samples"][0] * 2 == line["samples"][1] + 1
-    )
+    assert line["step"] == 2 and line["skipped"].endswith("gradient norm nan")
     assert "step 2/4 | update skipped: loss " in capsys.readouterr().out and len(norms) == 4
 
 
