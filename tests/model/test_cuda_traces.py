@@ -119,7 +119,7 @@ def wanted(name: str, backend: str, mask: str, card: tuple[int, int]) -> dict[st
         calls = {"one_call": 1, "two_calls": 2 if name == "diff" else 1, "four_calls": 4}
         if mask == "causal":
             return {"sdpa": calls[chosen]} if chosen in calls else {chosen: 2 if chosen == "flex" else 1}
-    if name == "baseline":
+    if name == "baseline" and backend == "auto":
         return {"sdpa": 1} if mask == "causal" else {"flex": 1}
     return None
 
@@ -130,7 +130,9 @@ def test_one_graph_at_each_length(case: tuple, traced: dict[str, list[dict[str, 
     if backend == "fused" and unavailable(64, 128):
         pytest.skip("the fused kernel needs the package triton")
     kernels = traced[json.dumps(case)]
-    assert isinstance(kernels, list), kernels
+    if isinstance(kernels, str):  # what a kernel cannot compute is refused where it was named
+        assert backend in ("flex", "fused") and kernels.startswith(f"ValueError: backend={backend} takes no"), kernels
+        return
     if name == TOGETHER:
         assert kernels[0].keys() == {"sdpa", "math"}
     elif any("math" in counts for counts in kernels):  # a map of the variant's own, in parts of ROWS queries
