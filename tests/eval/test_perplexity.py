@@ -129,10 +129,6 @@ def test_octaves_are_a_partition(length: int, names: list[str]) -> None:
     assert list(octaves.values()) == [(span[0] + span[-1]) / 2 for span in spans]
 
 
-def results_of(run, file: str = "perplexity") -> dict:
-    return json.loads((run / "eval" / f"{file}.json").read_text())["results"]
-
-
 def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
     pages = [f"Page {i} of a book about the sea. " for i in range(4)]
     content = "".join(json.dumps({"text": page}) + "\n" for page in pages)
@@ -144,22 +140,20 @@ def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
         common.read_documents(str(tmp_path / "two.md"))
 
 
-def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, shards, tokenizer, capsys):
-    run = make_run("a")
+def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, capsys, tmp_path):
+    """And shards of another tokenizer are refused."""
+    run, other = make_run("a"), tmp_path / "other"
     train = np.array(tokenizer.encode("th" * 1252))  # "th" occurs 1,252 times, "ht" once less
     write_shard(shards / "train_000000.bin", train, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     call(perplexity, f"run={run}", "tokens=1600")
-    recall = results_of(run)["recall"]
+    result = run / "eval" / "perplexity.json"
+    recall = json.loads(result.read_text())["results"]["recall"]
     counts = {kind: recall[kind]["tokens"] for kind in ("hit", "rare_hit", "frequent_hit")}
     assert recall["rare_at_most"] == 1250 and counts["frequent_hit"] > 0
     assert counts["rare_hit"] == counts["hit"] - counts["frequent_hit"]
     assert "frequent_hit " in capsys.readouterr().out.splitlines()[-1]
     call(perplexity, f"run={run}", "tokens=1600", "training_counts=false")
-    assert "rare_hit" not in results_of(run)["recall"]
-
-
-def test_another_tokenizer_is_refused(make_run, refused, tmp_path):
-    run, folder = make_run("a"), tmp_path / "other"
-    folder.mkdir()
-    write_shard(folder / "val_000000.bin", np.zeros(400, dtype=int), vocab_size=262, fingerprint="00" * 32)
-    assert "another tokenizer" in refused(perplexity, f"run={run}", f"shards={folder}")
+    assert "rare_hit" not in json.loads(result.read_text())["results"]["recall"]
+    other.mkdir()
+    write_shard(other / "val_000000.bin", np.zeros(400, dtype=int), vocab_size=262, fingerprint="00" * 32)
+    assert "another tokenizer" in refused(perplexity, f"run={run}", f"shards={other}")

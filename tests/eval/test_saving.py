@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,9 +41,7 @@ def book(path: Path, about: str = "dogs") -> Path:
 
 
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
-def test_a_disk_that_is_full_or_fails_loses_no_result(
-    code: int, make_run: Callable[..., Path], call: Callable, capsys: pytest.CaptureFixture, monkeypatch
-) -> None:
+def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, call, capsys, monkeypatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -92,12 +89,8 @@ def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> 
 
 
 def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards) -> None:
-    run = make_run("a")
-    dogs, cats, moved = (
-        book(tmp_path / "1" / "book.txt"),
-        book(tmp_path / "2" / "book.txt", "cats"),
-        book(tmp_path / "book.txt"),
-    )
+    run, dogs, cats = make_run("a"), book(tmp_path / "1" / "book.txt"), book(tmp_path / "2" / "book.txt", "cats")
+    moved = book(tmp_path / "book.txt")
     call(perplexity, f"run={run}", "tokens=320")
     call(perplexity, f"run={run}", f"text={dogs}", "tokens=320")
     assert "perplexity_book.json is of another text" in refused(perplexity, f"run={run}", f"text={cats}")
@@ -111,17 +104,14 @@ def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp
     assert text_of_result(read_run(run), "perplexity_book") == "book.txt"
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    (
+def test_names_of_results() -> None:
+    for settings, name in (
         ({}, "needle"),
         ({"text": "books/one.v2.txt.gz"}, "needle_one"),
         ({"shards": "data/books"}, "needle_books"),
         ({"text": "x.txt", "name": "a-book"}, "needle_a-book"),
-    ),
-)
-def test_names_of_results(settings: dict[str, str], name: str) -> None:
-    assert result_name("needle", settings) == name and command_of(name) == "needle"
+    ):
+        assert result_name("needle", settings) == name and command_of(name) == "needle"
     with pytest.raises(ValueError, match="give name= with letters"):
         result_name("needle", {"text": "books/*.txt"})
 

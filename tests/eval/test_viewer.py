@@ -1,5 +1,6 @@
 """eval/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer
 from eval import viewer
 from model.attention.probe import probe
 from model.config import DecoderConfig
@@ -23,8 +26,6 @@ def data_of(path: Path) -> dict:
 
 def maps_of(data: dict, example: int, model: int) -> np.ndarray:
     """(all heads, T, T) as the page holds them."""
-    import base64
-
     packed, length = data["maps"][example][model], len(data["examples"][example]["tokens"])
     return unpack(base64.b64decode(packed["maps"]), base64.b64decode(packed["scales"]), length)
 
@@ -65,7 +66,7 @@ def test_packed_maps_are_the_models_to_the_stated_precision(layers):
 
 
 @pytest.mark.parametrize("layers", ["d", "v", "bd", "i"])
-def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layers):
+def test_a_differential_head_is_its_first_map_less_lambda_times_its_second_and_nan_is_refused(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
     read = []
     model.register_forward_pre_hook(lambda *_: read.append(1))
@@ -80,10 +81,6 @@ def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layer
                 assert one.min() >= -1e-6 and one.sum(-1) == pytest.approx(1, abs=1e-5)
                 assert not np.triu(one, 1).any()
             assert not np.allclose(first, second, atol=1e-4)
-
-
-def test_a_diverged_model_is_refused():
-    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=50)).eval()
     torch.nn.init.constant_(model.blocks[0].attention_norm.weight, torch.nan)
     with pytest.raises(ValueError, match="diverged, so leave its run out"):
         viewer.look(model, np.arange(9))
@@ -97,11 +94,8 @@ def test_nothing_is_still_nothing_and_sums_survive():
     assert packed[0, 39, 1:].sum() == pytest.approx(0.39, rel=0.05)  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
 
 
-def test_tokens_are_shown_as_what_they_are(tokenizer):
+def test_the_command_writes_a_self_contained_page(make_run, tokenizer, call, capsys, tmp_path):
     assert [viewer.shown(tokenizer, token) for token in (65, 10, 0xC3, 9, 256)] == ["A", "↵", "⟨c3⟩", "⇥", "⟨end of text⟩"]
-
-
-def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_path):
     one, two, out = make_run("one", "b"), make_run("two", "d"), tmp_path / "v.html"
     call(viewer, f"runs=[{one},{two}]", f"out={out}", "prompt='Where </script> is it?'")
     page, data = out.read_text(), data_of(out)
@@ -110,12 +104,9 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
     assert [model["label"] for model in data["models"]] == ["one", "two"]
     assert [model["heads"] for model in data["models"]] == [[4, 4], [2, 2]]
     assert [model["differential"] for model in data["models"]] == [[False, False], [True, True]]
+    needles = [(n, one) for n, one in enumerate(data["examples"]) if "needle" in one["spans"]]
     for i, model in enumerate(data["models"]):  # the head whose queries look most at the needles
-        masses = sum(
-            maps_of(data, n, i)[:, one["query"], slice(*one["spans"]["needle"])].sum(-1)
-            for n, one in enumerate(data["examples"])
-            if "needle" in one["spans"]
-        )
+        masses = sum(maps_of(data, n, i)[:, one["query"], slice(*one["spans"]["needle"])].sum(-1) for n, one in needles)
         layer, head = model["best"]
         assert masses[sum(model["heads"][:layer]) + head] == pytest.approx(masses.max(), abs=1e-3)
     titles = [example["title"] for example in data["examples"]]
@@ -197,18 +188,10 @@ def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, 
     assert f"a=0.{layer}.{head}" in texts["address"]
 
 
-def test_examples_that_do_not_fit_are_refused(make_run, refused, tmp_path):
-    run, out = make_run("a"), tmp_path / "v.html"
-    assert "longer length" in refused(viewer, f"runs=[{run}]", f"out={out}", "length=20")
-    assert "give prompt=" in refused(viewer, f"runs=[{run}]", f"out={out}", f"prompt={'x' * 400}")
-    assert not out.exists()
-
-
-def test_runs_of_different_tokenizers_are_refused(make_run, refused, tmp_path):
-    from data.config import TokenizerConfig
-    from data.tokenizer import build_tokenizer
-
-    one, two = make_run("one"), make_run("two")
+def test_examples_that_do_not_fit_and_runs_of_different_tokenizers_are_refused(make_run, refused, tmp_path):
+    one, two, out = make_run("one"), make_run("two"), tmp_path / "v.html"
     build_tokenizer(TokenizerConfig(name="bpe", vocab_size=260), ["some text to learn from " * 20]).save(two)
-    reason = refused(viewer, f"runs=[{one},{two}]", f"out={tmp_path / 'v.html'}")
-    assert "tokenizer" in reason and not (tmp_path / "v.html").exists()
+    assert "longer length" in refused(viewer, f"runs=[{one}]", f"out={out}", "length=20")
+    assert "give prompt=" in refused(viewer, f"runs=[{one}]", f"out={out}", f"prompt={'x' * 400}")
+    assert "tokenizer" in refused(viewer, f"runs=[{one},{two}]", f"out={out}")
+    assert not out.exists()
