@@ -14,16 +14,16 @@ from eval.report.tables import headline_table, scalars, si, trained_on
 
 def test_what_a_training_loss_is_of(make_run, tmp_path):
     run = read_run(make_run("one"))
-    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
-    assert trained_on([Arm("one", runs=[run])]) == "text mixed with 50 % synthetic retrieval documents"
-    assert not any(name.startswith("training loss on") for name in rows)
+    arms = [Arm("one", runs=[run])]
+    assert trained_on(arms) == "text mixed with 50 % synthetic retrieval documents"
+    assert not any(row.name.startswith("training loss on") for row in headline_table(arms))
     for line in run.train:  # a run that logged the two apart
         line |= {"loss_text": 5.0, "loss_retrieval": 1.0}
-    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
+    rows = {row.name: row for row in headline_table(arms)}
     assert rows["training loss on text, last tenth"].cells[0].value == 5.0
     assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
-    figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
-    assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
+    figures.draw_losses(tmp_path / "loss.png", arms)
+    assert figures.training_loss(arms) == "loss_text"
 
 
 def test_labels_are_what_differs_between_names():
@@ -33,15 +33,6 @@ def test_labels_are_what_differs_between_names():
     assert short_labels([f"diff-{rest}"]) == [f"diff-{rest}"]
     twice = ["diff-" + "x-" * 30 + "x", "diff-" + "x-" * 31 + "x"]
     assert short_labels(twice) == twice  # no label stands for two
-
-
-def test_both_orders_of_normalisation_are_reported(make_run):
-    run = read_run(make_run("one"))
-    results = {"signed": {"mean": {"noise": 0.33}}, "signed_per_layer": {"mean": {"noise": 0.21, "noise_se": 0.02}}}
-    run.evals["attention_noise"] = {"results": results, "config": {}}
-    cells = {row.name: row.cells[0] for row in headline_table([Arm("one", runs=[run])])}
-    assert cells["attention noise, signed"].value == 0.33
-    assert cells["attention noise, signed per layer"].text == "0.210 ± 0.020"
 
 
 def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
@@ -71,8 +62,13 @@ def test_small_helpers():
     assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
 
 
-def test_the_text_of_an_evaluation_in_words(make_run):
+def test_the_text_of_an_evaluation_in_words_and_both_orders_of_normalisation(make_run):
     run = read_run(make_run("one"))
+    results = {"signed": {"mean": {"noise": 0.33}}, "signed_per_layer": {"mean": {"noise": 0.21, "noise_se": 0.02}}}
+    run.evals["attention_noise"] = {"results": results, "config": {}}
+    cells = {row.name: row.cells[0] for row in headline_table([Arm("one", runs=[run])])}
+    assert cells["attention noise, signed"].value == 0.33
+    assert cells["attention noise, signed per layer"].text == "0.210 ± 0.020"
     for config, results, text in (
         ({}, {"loss": 3.5}, "the validation documents of shards"),  # by the folder that data.dir= names
         ({"text": None}, {"text": "shards"}, "the validation documents of shards"),  # of an older version
