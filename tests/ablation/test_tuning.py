@@ -13,8 +13,7 @@ CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"]
 
 
 def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, Score], list[int]]:
-    scores: dict[Point, Score] = {}
-    rounds = []
+    scores, rounds = {}, []
     while points := wanted(cfg, scores):
         rounds.append(len(points))
         scores |= {point: score(cfg, [loss(*point)]) for point in points}
@@ -57,11 +56,8 @@ def test_an_arm_whose_trials_all_diverged_is_refused_unless_an_exchange_helps() 
 
 def test_an_exchange_brings_what_the_search_of_an_arm_has_missed() -> None:
     """An arm with two valleys: its search goes into the near, shallow one; another arm's best value lies in the deep one."""
-
-    def two_valleys(muon: float, lr: float) -> float:
-        return min(bowl(0.02, 0.003)(muon, lr), bowl(0.0025, 0.024)(muon, lr) - 1)
-
-    losses = {"deep": bowl(0.0025, 0.024), "two": two_valleys, "twin": bowl(0.0025, 0.024)}
+    near, deep = bowl(0.02, 0.003), bowl(0.0025, 0.024)
+    losses = {"deep": deep, "two": lambda *point: min(near(*point), deep(*point) - 1), "twin": deep}
     scores = {arm: search(CFG, loss)[0] for arm, loss in losses.items()}
     assert tuned(CFG, scores["two"]).best["optim.muon_lr"] == 0.02
     more = exchanged(scores)
