@@ -64,8 +64,9 @@ def values_of(arm: Arm) -> list[float]:
 
 
 def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / "a-s3", 2.0)), read_run(write_run(tmp_path / "a-s1", 2.0, diverged=True))]
-    arm = Arm("a", "a", runs=runs, facts={"params_non_embedding": 1, "flops_per_token": 1})
+    """A metric may name a row of a list and keys with dots; the training loss is the mean of its last tenth."""
+    folder, other = write_run(tmp_path / "a-s3", 2.0), write_run(tmp_path / "a-s1", 2.0, diverged=True)
+    arm = Arm("a", "a", runs=[read_run(folder), read_run(other)], facts={"params_non_embedding": 1, "flops_per_token": 1})
     record, diverged = Comparison([arm], METRICS | {"last": "train.val_loss"}).arms_json()[0]["runs"]
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
@@ -73,11 +74,6 @@ def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path)
     assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
     assert diverged["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
     assert diverged["diverged"] == "the loss is nan at step 41"
-
-
-def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(tmp_path: Path) -> None:
-    """A metric may name a row of a list and keys with dots."""
-    folder = write_run(tmp_path / "a-s1", 2.0)
     noise = {"absolute": {"depths": {"0.5": {"noise": 0.3}}}, "windows": [0.1, {"at": 0.25, "loss": 1.5}], "signed": {}}
     bits = {"bits": [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]}
     for name, results in (("attention_noise", noise), ("quantization", bits)):

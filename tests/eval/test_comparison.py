@@ -113,10 +113,9 @@ def test_a_row_shows_a_part_seed_by_seed(arms: list[Arm]) -> None:
     comparison = Comparison(arms[:3], METRICS, parts=PAIRS)
     (pair,) = comparison.pairs
     ps = map(p_text, (pair.p, pair.p_holm, paired([-0.1, -0.25]).p, pair.p_welch, pair.p_equal))
-    assert table_by_seed(comparison, "short").splitlines()[::2] == [
-        "| part by seed | arms | metric | seed 1 | seed 3 | p, pooled | p, Holm | p, alone | p, Welch | p, equal |",
-        f"| subtraction | diff-short - lambda0-short | valid | -0.1000 | -0.2500 | {' | '.join(ps)} |",
-    ]
+    header, row = table_by_seed(comparison, "short").splitlines()[::2]
+    assert header == "| part by seed | arms | metric | seed 1 | seed 3 | p, pooled | p, Holm | p, alone | p, Welch | p, equal |"
+    assert row == f"| subtraction | diff-short - lambda0-short | valid | -0.1000 | -0.2500 | {' | '.join(ps)} |"
 
 
 def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,23 +33,19 @@ def test_synthetic_episodes():
     assert fewer.demonstrations == episodes[7].demonstrations[:5] and fewer.questions == episodes[7].questions
 
 
-def oracle(tokenizer):
+def oracle(tokenizer, model, jobs, batch, done):
     """Scores for a model that looks the question up in the prompt, and finds all labels alike where it is not there."""
-
-    def score_jobs(model, jobs, batch, done):
-        tables = []
-        for job in jobs:
-            prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
-            questions = [tokenizer.decode(question) for question in job.questions]
-            tables.append(np.array([[float(question + label in prompt) for label in labels] for question in questions]))
-            done(1)
-        return [], tables
-
-    return score_jobs
+    tables = []
+    for job in jobs:
+        prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
+        questions = [tokenizer.decode(question) for question in job.questions]
+        tables.append(np.array([[float(question + label in prompt) for label in labels] for question in questions]))
+        done(1)
+    return [], tables
 
 
 def test_a_model_that_recalls(tokenizer, monkeypatch):
-    monkeypatch.setattr(icl, "score_jobs", oracle(tokenizer))
+    monkeypatch.setattr(icl, "score_jobs", partial(oracle, tokenizer))
     model = SimpleNamespace(cfg=SimpleNamespace(context=320))
     run = SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
     cfg = IclConfig(shots=[2, 8, 16], episodes=6)
@@ -66,12 +63,10 @@ def test_shots_are_those_that_fit(tokenizer):
     episodes = [icl.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
     writer = icl.Writer(task, tokenizer)
     shots = icl.fitting_shots(writer, episodes, 320)
-
-    def longest(n: int) -> int:
+    for n, fits in ((shots[-1], True), (shots[-1] + 1, False)):
         made = [writer.job(replace(episode, demonstrations=episode.demonstrations[:n])) for episode in episodes]
-        return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made)
-
-    assert longest(shots[-1]) <= 320 < longest(shots[-1] + 1)
+        lengths = [len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made]
+        assert (max(lengths) <= 320) == fits
     assert shots[:-1] == [2**i for i in range(len(shots) - 1)]
     with pytest.raises(ValueError, match="longer context"):
         icl.fitting_shots(writer, episodes, 60)

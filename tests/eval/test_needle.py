@@ -16,7 +16,7 @@ HAY = "Once there was a king. He lived in a small house. His dog was old, and it
 
 
 class Copier(nn.Module):
-    """Predicts what followed when the last 12 tokens were last seen; `sign` -1 makes just that the least probable."""
+    """Predicts what followed the last 12 tokens when last seen; `sign` -1 makes it the least probable, 0 all alike."""
 
     head = staticmethod(lambda logits: logits)  # its hidden states are the logits
 
@@ -36,8 +36,7 @@ class Copier(nn.Module):
         rows = rows.expand(len(tokens), -1)
         return logits.gather(1, rows[..., None].expand(-1, -1, self.cfg.vocab_size))
 
-    def hidden(self, tokens, cache=None, rows=None):
-        return self(tokens, rows, cache)
+    hidden = forward
 
     def predict(self, tokens):
         logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
@@ -49,11 +48,6 @@ class Copier(nn.Module):
                     logits[b, t, followed[seen]] = 20 * self.sign
                 followed[tuple(row[t - 12 : t])] = row[t]
         return logits
-
-
-class Uniform(Copier):
-    def predict(self, tokens):
-        return torch.zeros(*tokens.shape, self.cfg.vocab_size)
 
 
 def stand_in(model: nn.Module, tokenizer) -> tuple[SimpleNamespace, np.ndarray]:
@@ -75,7 +69,7 @@ def test_a_copier_finds_every_needle_and_its_opposite_none(tokenizer, sign):
 
 def test_a_uniform_model_gives_the_probability_of_chance_and_default_lengths_leave_out_what_needles_do_not_fit(tokenizer):
     cfg = needle.NeedleConfig(samples=2, pairs=[[2, 1]], lengths=[200], depths=[0.5])
-    run, hay = stand_in(Uniform(tokenizer.vocab_size, 200), tokenizer)
+    run, hay = stand_in(Copier(tokenizer.vocab_size, 200, sign=0), tokenizer)
     (cell,) = needle.evaluate(run, hay, cfg)["cells"]
     assert cell["answer_logprob"] == pytest.approx(-5 * math.log(tokenizer.vocab_size), rel=1e-6)  # "4817."
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing

@@ -15,13 +15,10 @@ def words(start: int, count: int) -> str:
     return " ".join(f"w{i}" for i in range(start, start + count))
 
 
-def test_sequences_are_of_words_whatever_stands_between_them() -> None:
+def test_sequences_are_of_words_whatever_stands_between_them_in_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (sequence_codes(text.encode())[0] for text in (words(0, 30), words(0, 30).upper().replace(" ", ",\n")))
     assert len(first) == 18 and (first == second).all() and len(set(first.tolist())) == 18
     assert not len(sequence_codes(b"too short")[0])
-
-
-def test_every_script_has_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.overlap, "WORDS", 1)
     for text, count in (
         ("Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему. " * 2, 2 * 13),

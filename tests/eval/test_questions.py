@@ -25,7 +25,7 @@ def write(path: Path, *items: object) -> Path:
     return path
 
 
-def test_accuracies_are_those_of_our_scorer(make_run, call, refused, capsys, tmp_path):
+def test_accuracies_are_those_of_our_scorer(make_run, call, refused, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="needs the optional package lm-eval[hf]", exc_type=ImportError)
     run, file = make_run("a", "d"), write(tmp_path / "q.jsonl", *ITEMS)
     call(harness, f"run={run}", "tasks=[questions]", f"file={file}")
@@ -44,7 +44,6 @@ def test_accuracies_are_those_of_our_scorer(make_run, call, refused, capsys, tmp
     assert (results["tasks"]["questions"]["samples"], results["truncated"], results["text"]) == (3, 4, "q.jsonl")
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "q.jsonl", ITEMS[0])
-    capsys.readouterr()  # lm-eval's progress
     assert "give this one a name with name=" in refused(harness, f"run={run}", "tasks=[questions]", f"file={other}")
 
 

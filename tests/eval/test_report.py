@@ -22,21 +22,20 @@ def listed(folders: list[Path]) -> str:
 
 
 @pytest.fixture
-def reported(call, capsys, tmp_path):
+def reported(call, tmp_path):
     """reported("runs=[...]") -> the page r.html of a report, what was printed, and its JSON."""
 
     def make(runs: str, viewer: str = "false") -> tuple[str, str, dict]:
         out = tmp_path / "r.html"
-        call(report, runs, f"out={out}", f"viewer={viewer}")
-        return out.read_text(), capsys.readouterr().out, json.loads(out.with_suffix(".json").read_text())
+        printed = call(report, runs, f"out={out}", f"viewer={viewer}")
+        return out.read_text(), printed, json.loads(out.with_suffix(".json").read_text())
 
     return make
 
 
-def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path):
+def test_the_page_is_whole_and_self_contained(evaluated, call, tmp_path):
     runs, out = [evaluated("one", "b"), evaluated("two", "d")], tmp_path / "pages" / "report.html"
-    call(report, listed(runs), f"out={out}")
-    page, printed = out.read_text(), capsys.readouterr().out
+    printed, page = call(report, listed(runs), f"out={out}"), out.read_text()
     assert "<h1>Baseline and diff: loss" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
     assert len(sources) == 1 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
@@ -163,7 +162,7 @@ def test_what_is_not_measured_or_not_finished_is_named_and_a_half_finished_seed_
     assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
 
 
-def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, reported, capsys, tmp_path):
+def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, reported, tmp_path):
     folders = seeded("b", {1: 2.00, 2: 2.10, 3: 2.30}) + seeded("d", {3: 2.25, 1: 1.90, 2: 2.06})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
     assert [(arm.name, [run.seed for run in arm.runs]) for arm in arms] == [("baseline", [1, 2, 3]), ("diff", [3, 1, 2])]
@@ -178,7 +177,6 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, reported, c
     half = 4.302653 * np.std(by_seed, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
     assert list(less.by_seed.values()) == pytest.approx(by_seed) and (less.n, list(less.by_seed)) == (3, [1, 2, 3])
     assert (less.mean, less.low, less.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
-    capsys.readouterr()
     page, printed, content = reported(listed(folders), viewer="true")
     for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "arms: 2"):
         assert text in printed

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 import train  # noqa: F401  # registers its schema
 from configs import with_home
@@ -42,11 +42,8 @@ def book(path: Path, about: str = "dogs") -> Path:
 
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
 def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, call, capsys, monkeypatch) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     run = make_run("a")
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.raises(SystemExit) as stopped:
         call(perplexity, f"run={run}", "tokens=160")
     printed = capsys.readouterr()
@@ -116,14 +113,13 @@ def test_names_of_results() -> None:
         result_name("needle", {"text": "books/*.txt"})
 
 
-def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsys, tmp_path) -> None:
+def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, tmp_path) -> None:
     """One sample has no standard error: none is printed, written or drawn, and the report still reads the result."""
     assert mean_se([1.0, 3.0]) == (2.0, 1.0) and plus_minus(0.5, 0.25, "+.2f") == "+0.50 ± 0.25"
     assert plus_minus(*mean_se([2.0])) == "2.000"
     run, text = make_run("one", "d"), book(tmp_path / "t" / "tasks.txt")
     for evaluation, (options, keys) in EVALUATIONS.items():
-        call(evaluation, f"run={run}", *options)
-        printed, name = capsys.readouterr().out, evaluation.__name__.removeprefix("eval.")
+        printed, name = call(evaluation, f"run={run}", *options), evaluation.__name__.removeprefix("eval.")
         assert all(line.startswith(f"{name}  one: ") for line in printed.splitlines())
         assert "±" not in printed and "nan" not in printed, printed
         content = json.loads((run / "eval" / f"{name}.json").read_text())
@@ -144,9 +140,8 @@ def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsy
 def test_no_result_of_numbers_that_are_not_finite(make_run, refused) -> None:
     run = make_run("big")
     model = checkpoint.load_run(run).model
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
+    for p in model.parameters():
+        p.data.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
     save(run, 5, model, [])
     for evaluation, (options, _) in EVALUATIONS.items():
         assert "not finite: its training diverged" in refused(evaluation, f"run={run}", *options)

@@ -26,7 +26,10 @@ def test_what_a_training_loss_is_of(make_run, tmp_path):
     assert figures.training_loss(arms) == "loss_text"
 
 
-def test_labels_are_what_differs_between_names():
+def test_labels_are_what_differs_between_names_numbers_are_short_and_curves_smooth():
+    assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
+    assert [si(x) for x in (999_499, 999_600, 999.7)] == ["999k", "1M", "1k"]  # rounded up to the next letter
+    assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
     rest = "nano-text-weight50-steps30-batch_tokens960-s1"
     assert short_labels(["one", "diff_v2"]) == ["one", "diff_v2"]
     assert short_labels([f"diff-lr1e-3-{rest}", f"diff-lr2e-3-{rest}", f"diff-{rest}"]) == ["lr1e-3", "lr2e-3", "diff"]
@@ -51,15 +54,8 @@ def test_scalars_of_nested_results() -> None:
     results |= {"se": {"signed": 0.01}, "layers": [{"layer": 1, "noise": 0.3}], "sink": {"se": 0.2}}
     assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1, "sink · se": 0.2}
     cells = [{"length": 8, "depth": d, "acc": d / 2, "more": {"se": 0.1}} for d in (0, 1)]
-    assert dict(scalars({"cells": cells})) == {
-        f"length=8, depth={d} · {key}": value for d in (0, 1) for key, value in (("acc", d / 2), ("more · se", 0.1))
-    }
-
-
-def test_small_helpers():
-    assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
-    assert [si(x) for x in (999_499, 999_600, 999.7)] == ["999k", "1M", "1k"]  # rounded up to the next letter
-    assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
+    parts = ((d, key, value) for d in (0, 1) for key, value in (("acc", d / 2), ("more · se", 0.1)))
+    assert dict(scalars({"cells": cells})) == {f"length=8, depth={d} · {key}": value for d, key, value in parts}
 
 
 def test_the_text_of_an_evaluation_in_words_and_both_orders_of_normalisation(make_run):

@@ -59,11 +59,10 @@ def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(make_run, 
     assert not planned(folder, Path("nowhere"), second).left()  # nor is the tokenizer
 
     record = record_of(read_run(folder))
-    faults = []
-    for run in (planned(folder, shards, text) for text in (moved, second)):
+    for text, fault in ((moved, None), (second, f"has perplexity_other of another text than {second}")):
+        run = planned(folder, shards, text)
         (evaluation,) = run.evaluations
-        faults.append(run.fault(evaluation, record["evals"][evaluation.file], record["tokenizer"]))
-    assert faults == [None, f"has perplexity_other of another text than {second}"]
+        assert run.fault(evaluation, record["evals"][evaluation.file], record["tokenizer"]) == fault
 
 
 def test_a_study_tokenizes_a_text_once(make_run, shards, read, monkeypatch) -> None:
