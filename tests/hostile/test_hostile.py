@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from data.config import DataConfig
+from data.prepare import prepare
 from data.shards import PROGRESS
 from model.interop.format import Weights
 from tests.hostile.conftest import read_text
@@ -134,8 +135,6 @@ def test_parquet(tmp_path, column):
 
 @pytest.mark.parametrize("text", ['{"request": {}, "splits": 5}', '{"splits": {}}', "[]"])
 def test_progress(tmp_path, text):
-    from data.prepare import prepare
-
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROGRESS).write_text(text)
