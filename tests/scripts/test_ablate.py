@@ -125,8 +125,7 @@ def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *mor
 def made_up(run: PlannedRun, shards: Path) -> None:
     """What train.py and the evaluations leave of a run: losses that only the rate and the gate decide; best at 0.02."""
     loss = 3 + abs(math.log(run.config.optim.lr / 0.02)) + 0.1 * ("gated" in run.arm)
-    checkpoint = run.folder / "checkpoints" / f"step_{run.config.steps:08d}"
-    checkpoint.mkdir(parents=True)
+    (run.folder / "checkpoints" / f"step_{run.config.steps:08d}").mkdir(parents=True)
     shutil.copy(shards / "tokenizer.json", run.folder)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(asdict(run.config)))
     end = {"step": run.config.steps, "tokens": 512 * run.config.steps, "loss": loss, "val_loss": loss, "time_s": 1.0}
