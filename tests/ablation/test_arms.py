@@ -71,26 +71,21 @@ def test_what_was_measured_is_compared_and_not_only_the_settings(seeded):
 
 def test_a_file_under_two_spellings_is_one_file(seeded):
     folders = seeded("b", {1: 2.0, 2: 2.1})
-    spellings = {
-        "multiple_choice_q": ({"file": "/there/q.jsonl"}, {"file": "q.jsonl"}),
-        "icl_t": ({"examples": "/there/t.label", "test": "x/e.label"}, {"examples": "t.label", "test": "e.label"}),
-        "harness": ({"include_path": "tasks/", "tasks": ["a", "b"]}, {"include_path": "/x/tasks", "tasks": ["b", "a"]}),
-    }
-    for name, settings in spellings.items():
+    for name, *settings in (
+        ("multiple_choice_q", {"file": "/there/q.jsonl"}, {"file": "q.jsonl"}),
+        ("harness", {"include_path": "tasks/", "tasks": ["a", "b"]}, {"include_path": "/x/tasks", "tasks": ["b", "a"]}),
+        ("icl_t", {"examples": "/there/t.label", "test": "x/e.label"}, {"examples": "t.label", "test": "e.label"}),
+    ):
         for folder, given in zip(folders, settings, strict=True):
             further(folder, name, {"loss": 1.0, "sha256": "a"}, **given)
     read_runs([str(folder) for folder in folders])
-    further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **spellings["icl_t"][1])
+    further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **given)
     with pytest.raises(ValueError, match=r"ran eval\.icl on different text"):
         read_runs([str(folder) for folder in folders])
 
 
 def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
     one, two = evaluated("one"), evaluated("two", "d")
-
-    def reason() -> str:
-        return refused(report, f"runs=[{one},{two}]", f"out={tmp_path / 'r.html'}")
-
     for file, key, value, says in (
         ("tokenizer.json", "fingerprint", "f" * 64, "different tokenizers"),
         ("config.yaml", "data.name", "another", "different data"),
@@ -98,15 +93,15 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
         ("eval/perplexity.json", "results.sha256", "0", "eval.perplexity on different text"),
         ("eval/perplexity.json", "config.ngram", 4, "eval.perplexity on different text or settings"),
         ("eval/needle.json", "config.samples", 7, "eval.needle on different"),
+        ("eval/needle.json", None, "{", "damaged: move it away and repeat the evaluation"),
+        ("tokenizer.json", None, "{", "damaged: copy it from"),
     ):
         original = (two / file).read_text()
-        edit(two / file, key, value)
-        assert says in reason(), key
-        (two / file).write_text(original)
-    for file, fix in (("eval/needle.json", "move it away and repeat the evaluation"), ("tokenizer.json", "copy it from")):
-        original = (two / file).read_text()
-        (two / file).write_text("{")
-        assert f"damaged: {fix}" in reason()
+        if key:
+            edit(two / file, key, value)
+        else:
+            (two / file).write_text(value)
+        assert says in refused(report, f"runs=[{one},{two}]", f"out={tmp_path / 'r.html'}"), key
         (two / file).write_text(original)
     (two / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{two}]")

@@ -37,6 +37,7 @@ class Step:
 
     def __init__(self, name: str, folder: Path, ran: list[str], fails: bool = False) -> None:
         self.name, self.log, self.ran, self.fails = name, folder / f"{name}.log", ran, fails
+        self.log.touch()
 
     def left(self) -> list[list[str]]:
         return [] if self.name in self.ran else [["-c", ""]]
@@ -63,9 +64,7 @@ def test_what_an_earlier_attempt_printed_is_not_its_own(tmp_path: Path) -> None:
 def test_after_a_failure_no_further_chain_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.Pool, "call", lambda *_: 0)
     ran: list[str] = []
-    for name in "abcd":
-        (tmp_path / f"{name}.log").touch()
-    chains = [[Step("a", tmp_path, ran)], [Step("b", tmp_path, ran, fails=True), Step("c", tmp_path, ran)]]
+    a, b, c, d = (Step(name, tmp_path, ran, fails=name == "b") for name in "abcd")
     with pytest.raises(ValueError, match="b failed"):
-        jobs.run_jobs([*chains, [Step("d", tmp_path, ran)]], 1, "study", 4)
+        jobs.run_jobs([[a], [b, c], [d]], 1, "study", 4)
     assert ran == ["a"]

@@ -7,19 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ablation import records as recording
 from ablation.experiment import OF_TRAINING
-from ablation.records import (
-    POINTS,
-    PUBLISHED,
-    describes,
-    differing,
-    record_of,
-    records_of,
-    rounded,
-    run_of,
-    thinned,
-    write_records,
-)
+from ablation.records import POINTS, PUBLISHED, describes, differing, record_of, rounded, run_of, thinned
 from ablation.study import OF_A_RUN, ROOT, read_evaluation
 from eval.report.runs import read_run, refuse_other_settings
 from model.config import DecoderConfig
@@ -28,9 +18,8 @@ from training.run import TrainConfig
 
 def evaluated(folder: Path, name: str, results: dict, **settings: object) -> None:
     content = {"eval": "x", "config": {"run": str(folder), "text": None, **settings}, "results": results}
-    path = folder / "eval" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content))
+    (folder / "eval").mkdir(exist_ok=True)
+    (folder / "eval" / f"{name}.json").write_text(json.dumps(content))
 
 
 def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[..., Path]) -> None:
@@ -41,15 +30,14 @@ def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[...
         evaluated(folder, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text=books)
     recorded = run_of(record_of(read_run(older)))
     refuse_other_settings([recorded, read_run(newer)])
-    for name, results, settings in (
-        ("perplexity_books", {"loss": 4.0, "sha256": "bad"}, {"text": "/here/books.txt"}),
-        ("mqar", {"shares": []}, {"samples": 5}),
-    ):
-        original = (newer / "eval" / f"{name}.json").read_text()
-        evaluated(newer, name, results, **settings)
-        with pytest.raises(ValueError, match=rf"ran eval\.{name.split('_')[0]} on different text or settings"):
-            refuse_other_settings([recorded, read_run(newer)])
-        (newer / "eval" / f"{name}.json").write_text(original)
+    whole = (newer / "eval" / "perplexity_books.json").read_text()
+    evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
+    with pytest.raises(ValueError, match=r"ran eval\.perplexity on different text or settings"):
+        refuse_other_settings([recorded, read_run(newer)])
+    (newer / "eval" / "perplexity_books.json").write_text(whole)
+    evaluated(newer, "mqar", {"shares": []}, samples=5)
+    with pytest.raises(ValueError, match=r"ran eval\.mqar on different text or settings"):
+        refuse_other_settings([recorded, read_run(newer)])
 
 
 def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[..., Path]) -> None:
@@ -90,12 +78,8 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
 def test_every_evaluation_of_a_run_can_be_named_and_its_file_is_known_before_it_runs() -> None:
     written = {path.stem for path in (ROOT / "eval").glob("*.py") if "common.write_result(" in path.read_text()}
     assert set(OF_A_RUN) == written
-    for text, file in (
-        ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
-        ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
-        ("needle", "needle"),
-    ):
-        assert read_evaluation(text).file == file
+    texts = ("perplexity text=corpus/README.md tokens=4096", "perplexity text='My Books, 2/test.txt' name=other", "needle")
+    assert [read_evaluation(text).file for text in texts] == ["perplexity_README", "perplexity_other", "needle"]
 
 
 def test_a_curve_is_thinned_once_and_keeps_its_ends_and_numbers_seven_digits() -> None:
@@ -111,12 +95,12 @@ def test_a_curve_is_thinned_once_and_keeps_its_ends_and_numbers_seven_digits() -
 def test_published_records_are_compressed_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / PUBLISHED
     records = [{"run": f"a-s{seed}", "train": [{"step": seed, "loss": seed / 7}]} for seed in range(1, 40)]
-    write_records(path, reversed(records))
+    recording.write_records(path, reversed(records))
     whole = path.read_bytes()
-    assert list(records_of(tmp_path / "none", tmp_path).values()) == sorted(records, key=lambda record: record["run"])
-    write_records(path, records)
+    assert list(recording.records_of(tmp_path / "none", tmp_path).values()) == sorted(records, key=lambda one: one["run"])
+    recording.write_records(path, records)
     assert path.read_bytes() == whole
     for damaged in (whole[:-9], b"\0" + whole[1:], whole[:40] + b"\xff\0\xff" + whole[43:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"records\.jsonl\.gz is damaged: copy it again"):
-            records_of(tmp_path / "none", tmp_path)
+            recording.records_of(tmp_path / "none", tmp_path)

@@ -1,6 +1,7 @@
 """Runs read, arms compared, the table and the figures: on run folders written by hand."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -63,23 +64,16 @@ def values_of(arm: Arm) -> list[float]:
 
 
 def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
-    def as_json(folder: Path) -> dict:
-        facts, metrics = {"params_non_embedding": 1, "flops_per_token": 1}, METRICS | {"last": "train.val_loss"}
-        return Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).arms_json()[0]["runs"][0]
-
-    record = as_json(write_run(tmp_path / "a-s3", 2.0))
+    """A metric may name a row of a list and keys with dots; the training loss is the mean of its last tenth."""
+    folder, other = write_run(tmp_path / "a-s3", 2.0), write_run(tmp_path / "a-s1", 2.0, diverged=True)
+    arm = Arm("a", "a", runs=[read_run(folder), read_run(other)], facts={"params_non_embedding": 1, "flops_per_token": 1})
+    record, diverged = Comparison([arm], METRICS | {"last": "train.val_loss"}).arms_json()[0]["runs"]
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
     assert len(record["losses"]) == 40 and record["losses"][0] == (1, 6.0)
     assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
-    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True))
-    assert record["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
-    assert record["diverged"] == "the loss is nan at step 41"
-
-
-def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(tmp_path: Path) -> None:
-    """A metric may name a row of a list and keys with dots."""
-    folder = write_run(tmp_path / "a-s1", 2.0)
+    assert diverged["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
+    assert diverged["diverged"] == "the loss is nan at step 41"
     noise = {"absolute": {"depths": {"0.5": {"noise": 0.3}}}, "windows": [0.1, {"at": 0.25, "loss": 1.5}], "signed": {}}
     bits = {"bits": [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]}
     for name, results in (("attention_noise", noise), ("quantization", bits)):
@@ -95,6 +89,7 @@ def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(
 
 
 def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
+    """And arms without a finished reference have none."""
     arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
     baseline, better, same = (arm["metrics"]["valid"] for arm in Comparison(arms, METRICS).arms_json())
     assert baseline["difference"] is None and baseline["sd"] > 0.02  # the seeds differ by far more than the arms
@@ -105,6 +100,9 @@ def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) 
     arms[0].runs[3].evals.clear()
     summary = Comparison(arms, METRICS).arms_json()[1]["metrics"]["valid"]  # of the seeds that both have
     assert summary["n"] == 3 and summary["difference"]["n"] == 2
+    comparison = Comparison(arms[1:], METRICS)
+    assert comparison.differences == {} and comparison.models == {"valid": {}}
+    assert overview(comparison).splitlines()[2].startswith("| better |")
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -153,8 +151,8 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "costly": -0.1}, points=("short", "long"))
     for arm in arms:
         arm.facts["flops_per_token"] = 2**0.5 if arm.arm == "costly" else 1.0
-        for run in arm.runs if arm.point == "long" else ():
-            run.train[-1]["tokens"] *= 2
+        for run in arm.runs:
+            run.train[-1]["tokens"] *= 1 + (arm.point == "long")
     comparison = Comparison(arms, METRICS, horizons=True)
     ((_, equal),) = by_seed(at_equal_flops(arms, comparison.table[comparison.table["metric"] == "valid"]), "metric")
     assert "costly-short" not in equal  # before its first point: no extrapolation
@@ -182,19 +180,10 @@ def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> Non
 
 
 def test_no_dot_is_outside_the_figure() -> None:
-    def limits(*differences: float) -> tuple[float, float]:
-        return _readable_limits([paired(differences, by_seed=dict(enumerate(differences)))])
-
-    low, high = limits(0.0, 0.0, 0.0, 0.0, 1.0)
-    assert low < 0 and high > 1
-    low, high = limits(0.1, 0.3)  # the interval of two seeds is far wider than the dots
-    assert low < 0 and 0.3 < high < 1
-
-
-def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
-    comparison = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:], METRICS)
-    assert comparison.differences == {} and comparison.models == {"valid": {}}
-    assert overview(comparison).splitlines()[2].startswith("| diff |")
+    # The interval of two seeds is far wider than the dots.
+    for differences, least, most in (((0.0, 0.0, 0.0, 0.0, 1.0), 1, math.inf), ((0.1, 0.3), 0.3, 1)):
+        low, high = _readable_limits([paired(differences, by_seed=dict(enumerate(differences)))])
+        assert low < 0 and least < high < most
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:

@@ -39,20 +39,17 @@ def test_kaplan_meier_by_hand_log_rank_and_arrival() -> None:
     assert all(low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True))
 
 
-def write(folder: Path, accuracies: list[float]) -> None:
-    folder.mkdir(parents=True)
-    lines = [{"step": 0, "tokens": 0, "params": 1}]
-    lines += [{"step": i, "tokens": 100 * i, "needle_acc": a} for i, a in enumerate(accuracies)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
     arms = []
     for arm, at, reference in (("baseline", 4, None), ("sooner", 2, "baseline")):
         runs = [f"{arm}-s{seed}" for seed in (1, 2, 3)]
         for seed, run in enumerate(runs):
-            write(tmp_path / run, [0.0] * (at + seed) + [0.9] + [0.9] * 3)
+            accuracies = [0.0] * (at + seed) + [0.9] * 4
+            lines = [{"step": i, "tokens": 100 * i, "needle_acc": share} for i, share in enumerate(accuracies)]
+            (tmp_path / run).mkdir()
+            text = "".join(json.dumps(line) + "\n" for line in ({"step": 0, "tokens": 0, "params": 1}, *lines))
+            (tmp_path / run / "metrics.jsonl").write_text(text)
         about = {"name": arm, "arm": arm, "point": "", "variant": "diff" if reference else "baseline"}
         arms.append(about | {"reference": reference, "runs": [{"run": run} for run in runs]})
     pairs = {"subtraction": ["sooner", "baseline"], "of an arm that was left out": ["sooner", "absent"]}

@@ -13,8 +13,7 @@ CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"]
 
 
 def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, Score], list[int]]:
-    scores: dict[Point, Score] = {}
-    rounds = []
+    scores, rounds = {}, []
     while points := wanted(cfg, scores):
         rounds.append(len(points))
         scores |= {point: score(cfg, [loss(*point)]) for point in points}
@@ -57,11 +56,8 @@ def test_an_arm_whose_trials_all_diverged_is_refused_unless_an_exchange_helps() 
 
 def test_an_exchange_brings_what_the_search_of_an_arm_has_missed() -> None:
     """An arm with two valleys: its search goes into the near, shallow one; another arm's best value lies in the deep one."""
-
-    def two_valleys(muon: float, lr: float) -> float:
-        return min(bowl(0.02, 0.003)(muon, lr), bowl(0.0025, 0.024)(muon, lr) - 1)
-
-    losses = {"deep": bowl(0.0025, 0.024), "two": two_valleys, "twin": bowl(0.0025, 0.024)}
+    near, deep = bowl(0.02, 0.003), bowl(0.0025, 0.024)
+    losses = {"deep": deep, "two": lambda *point: min(near(*point), deep(*point) - 1), "twin": deep}
     scores = {arm: search(CFG, loss)[0] for arm, loss in losses.items()}
     assert tuned(CFG, scores["two"]).best["optim.muon_lr"] == 0.02
     more = exchanged(scores)
@@ -76,18 +72,18 @@ def test_an_exchange_brings_what_the_search_of_an_arm_has_missed() -> None:
 def test_an_arm_whose_best_value_came_from_an_exchange_tries_values_beyond_it() -> None:
     """Otherwise the best value lies at an end, and nobody knows whether the arm would gain from a value beyond it."""
 
-    def step(best_lr: float) -> Callable[[float, float], float]:
+    def step(muon: float, lr: float) -> float:
         """With any other muon_lr, the best lr is 0.003, so the arm's search never leaves it."""
-        return lambda muon, lr: 5 + bowl(0.01, 0.003)(muon, lr) if muon > 0.004 else 4 + abs(math.log(lr / best_lr))
+        return 5 + bowl(0.01, 0.003)(muon, lr) if muon > 0.004 else 4 + abs(math.log(lr / 0.03))
 
-    scores = search(CFG, step(0.03))[0]
+    scores = search(CFG, step)[0]
     assert beyond(CFG, scores) == []  # the best point is of the arm's search
-    scores[0.0025, 0.024] = score(CFG, [step(0.03)(0.0025, 0.024)])  # the exchange: another arm's best point
+    scores[0.0025, 0.024] = score(CFG, [step(0.0025, 0.024)])  # the exchange: another arm's best point
     assert tuned(CFG, scores).edge == ["optim.muon_lr", "optim.lr"]
     assert beyond(CFG, scores) == [(0.00125, 0.024), (0.0025, 0.048)]
     lowest = {(0.0025, 0.0005): Score(0, 0.1)}  # both at the lower end
     assert beyond(CFG, scores | lowest) == [(0.00125, 0.0005), (0.0025, 0.00025)]
-    scores |= {point: score(CFG, [step(0.03)(*point) + (0.1 if point[0] < 0.002 else 0)]) for point in beyond(CFG, scores)}
+    scores |= {point: score(CFG, [step(*point) + (0.1 if point[0] < 0.002 else 0)]) for point in beyond(CFG, scores)}
     assert beyond(CFG, scores) == [] and tuned(CFG, scores).edge == []
     assert tuned(CFG, scores).best == {"optim.muon_lr": 0.0025, "optim.lr": 0.024}
 

@@ -54,9 +54,8 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
         config = {"model": asdict(model.cfg), "data": described | data, "seed": seed, "steps": 4}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         lines = [{"step": 0, "tokens": 0, "params": 20_000, "params_non_embedding": 12_000, "flops_per_token": 1e5}]
-        lines += [
-            {"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0, "time_s": 0.7 * s} for s in range(1, 5)
-        ]
+        for s in range(1, 5):
+            lines.append({"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0, "time_s": 0.7 * s})
         lines += [{"step": 4, "tokens": 2560, "val_loss": 5.3}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         tokenizer.save(folder)
@@ -66,18 +65,19 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """call(module, "run=...") runs a command as typed."""
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """call(module, "run=...") -> what a command printed, run as typed."""
 
-    def type_in(module: ModuleType, *arguments: object) -> None:
+    def type_in(module: ModuleType, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
         module.main()
+        return capsys.readouterr().out
 
     return type_in
 
 
 @pytest.fixture
-def refused(call: Callable[..., None], capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def refused(call: Callable[..., str], capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """refused(module, "run=...") -> the one line that says what is wrong; asserts that the exit code is 2."""
 
     def type_in(module: ModuleType, *arguments: object) -> str:

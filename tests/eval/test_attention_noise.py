@@ -76,9 +76,8 @@ def full_maps(model, tokens):
 @pytest.mark.parametrize("layers", ["b", "d"])
 def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=30, vocab_size=9)).eval()
-    with torch.no_grad():  # sharp maps, whose differences have negative weights
-        for block in model.blocks:
-            block.attention.q.weight *= 500
+    for block in model.blocks:
+        block.attention.q.weight.data *= 500  # sharp maps, whose differences have negative weights
     queries = [query((5, 9), 20, 26), query((2, 6), 12, 17)]
     _, shapes, _ = an.head_rows(model, queries, batch=2)
     for one, shape in zip(queries, shapes, strict=True):
@@ -93,9 +92,8 @@ def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
 def test_sinks_are_those_of_the_authors_definition(layers):
     # sail-sg/Attention-Sink: importance of key k = sum over queries of A[q, k] / (T - k); sink if it exceeds epsilon.
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=64, vocab_size=9)).eval()
-    with torch.no_grad():  # heads of different sharpness, so that some are sinks and some are not
-        for block in model.blocks:
-            block.attention.q.weight *= torch.linspace(1, 120, block.attention.q.weight.shape[0])[:, None]
+    for weight in (block.attention.q.weight.data for block in model.blocks):
+        weight *= torch.linspace(1, 120, len(weight))[:, None]  # heads of different sharpness: some are sinks, some are not
     hay, T = np.random.default_rng(0).integers(0, 9, 300), 20
     measured = an.sinks(model, hay, T, windows=5, batch=2)
     assert an.sinks(model, hay[:39], T, windows=100, batch=8)["windows"] == 1  # windows do not overlap
@@ -120,10 +118,9 @@ def test_no_logits_but_of_one_row():
     assert seen == [(2, 1, 9), (2, 1, 9)]
 
 
-def test_no_share_of_a_sum_that_may_be_zero(make_run, call, capsys):
+def test_no_share_of_a_sum_that_may_be_zero(make_run, call):
     run = make_run("picky", "bp")
-    call(an, f"run={run}", "samples=2", "depths=[0,1]", "windows=2")
-    printed = capsys.readouterr().out
+    printed = call(an, f"run={run}", "samples=2", "depths=[0,1]", "windows=2")
     assert "picky: signed and signed_per_layer are left out: rows may sum to zero" in printed
     assert "absolute answer" in printed and printed.count("signed") == 2
     results = json.loads((run / "eval" / "attention_noise.json").read_text())["results"]

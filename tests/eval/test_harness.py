@@ -1,6 +1,7 @@
 """eval/harness.py: lm-eval's HFLM over a run against the model computed directly, and lm-eval on tasks made here."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from eval import harness
 from eval.scoring import score
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.variants import stirred
 from training import checkpoint
 
 EXACT = 1e-5  # float32 logits of a padded batch and of a row alone differ by rounding: some 1e-6
@@ -21,14 +23,10 @@ def needs_lm_eval() -> None:
     pytest.importorskip("lm_eval.models.huggingface", reason="needs the optional package lm-eval[hf]", exc_type=ImportError)
 
 
-def decoder(layers: str = "b", **more: object) -> Decoder:
+def decoder(layers: str, **more: object) -> Decoder:
     """A model whose greedy choices vary: weights far from their small initial values."""
     cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=24, vocab_size=257, **more)
-    model = Decoder(cfg, seed=5).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.15)
-    return model
+    return stirred(Decoder(cfg, seed=5).eval(), 0.15, 5)
 
 
 def requests(*arguments: tuple) -> list[SimpleNamespace]:
@@ -36,9 +34,9 @@ def requests(*arguments: tuple) -> list[SimpleNamespace]:
     return [SimpleNamespace(args=argument, task_name="made-up") for argument in arguments]
 
 
-def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, **more: object) -> harness.RunLM:
+def lm(tokenizer, layers: str = "b", length: int | None = None, **more: object) -> harness.RunLM:
     needs_lm_eval()
-    return harness.RunLM(SimpleNamespace(model=decoder(layers, **more), tokenizer=tokenizer), batch, length)
+    return harness.RunLM(SimpleNamespace(model=decoder(layers, **more), tokenizer=tokenizer), 3, length)
 
 
 def scored(model: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -63,9 +61,8 @@ def test_log_likelihoods_are_those_of_our_scorer(tokenizer, layers, more):
         wanted, flag = scored(model.model.decoder, read, targets)
         assert (logprob, greedy) == (pytest.approx(wanted, abs=EXACT), flag)
     assert [model.is_cut(*pair) for pair in pairs] == [False, False, True, False]
-    assert not model.is_cut("A whole text, which is read in windows") and model.is_cut(
-        "twenty bytes of it", {"max_gen_toks": 8}
-    )
+    assert not model.is_cut("A whole text, which is read in windows")
+    assert model.is_cut("twenty bytes of it", {"max_gen_toks": 8})
 
 
 def test_a_continuation_that_merges_with_its_context_is_not_certain(tokenizer, monkeypatch):
@@ -143,16 +140,9 @@ DOCUMENTS = [
 ]
 
 
-@pytest.fixture
-def tasks(make_run, tmp_path, monkeypatch):
-    """A run, and a folder of three task files over three documents, one decoded answer right by construction."""
-    needs_lm_eval()
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    run, folder = make_run("a", "d"), tmp_path / "tasks"
+def write_tasks(folder: Path, loaded: checkpoint.LoadedRun) -> None:
+    """Three task files over three documents, one decoded answer right by construction."""
     folder.mkdir()
-    loaded = checkpoint.load_run(run)
     prompt = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(DOCUMENTS[0]["question"])]])
     reply = loaded.tokenizer.decode(loaded.model.generate(prompt, 8)[0, prompt.shape[1] :]).split("\n")[0]
     documents = [{**document, "reply": reply if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
@@ -161,13 +151,25 @@ def tasks(make_run, tmp_path, monkeypatch):
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
     for name, task in TASKS.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": f"local_{name}", **data, **task}))
-    return run, folder, loaded
 
 
-def test_the_command_runs_task_files(tasks, call, capsys):
-    run, folder, loaded = tasks
+def test_task_files_and_lm_evals_own_command_on_the_exported_folder(make_run, monkeypatch, tmp_path, call, request):
+    """The command of docs/interop.md, with the setting that it says for each kind of task, gives the same as ours."""
+    needs_lm_eval()
+    request.getfixturevalue("remote_code")
+    import datasets
+    import lm_eval.tasks
+    from lm_eval.__main__ import cli_evaluate
+
+    from scripts import export
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    run, folder = make_run("a", "d"), tmp_path / "tasks"
+    loaded = checkpoint.load_run(run)
+    write_tasks(folder, loaded)
     names = "tasks=[local_choice,local_rolling,local_decoding]"
-    call(harness, f"run={run}", names, f"include_path={folder}", "batch=2")
+    printed = call(harness, f"run={run}", names, f"include_path={folder}", "batch=2")
+    assert printed.count("harness  a: local_") == 3
     results = json.loads((run / "eval" / "harness.json").read_text())["results"]
     choice, rolling, decoding = (results["tasks"][f"local_{name}"] for name in ("choice", "rolling", "decoding"))
     encode = loaded.tokenizer.encode
@@ -181,19 +183,7 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     nats = [scored(loaded.model, [loaded.tokenizer.eot], encode(t))[0] for t in texts]
     bits = -sum(nats) / torch.log(torch.tensor(2.0)).item() / sum(map(len, texts))
     assert rolling["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
-    assert decoding["exact_match"] == pytest.approx(1 / 3)
     assert results["lm_eval"] and results["length"] == 160 and results["truncated"] == 0
-    assert capsys.readouterr().out.count("harness  a: local_") == 3
-
-
-def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
-    """The command of docs/interop.md, with the setting that it says for each kind of task."""
-    import lm_eval.tasks
-    from lm_eval.__main__ import cli_evaluate
-
-    from scripts import export
-
-    run, folder, _ = tasks
     call(export, f"run={run}", f"out={tmp_path / 'exported'}", "to=remote", "check=false")
     whole = lm_eval.tasks.TaskManager.__init__
     few = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
@@ -207,11 +197,9 @@ def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monke
         cli_evaluate()
         (written,) = (tmp_path / names).rglob("results_*.json")
         exported |= json.loads(written.read_text())["results"]
-    call(harness, f"run={run}", "tasks=[local_choice,local_decoding,local_rolling]", f"include_path={folder}", "batch=2")
-    ours = json.loads((run / "eval" / "harness.json").read_text())["results"]["tasks"]
-    assert exported["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
-    assert exported["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
-    assert exported["local_rolling"]["bits_per_byte,none"] == pytest.approx(ours["local_rolling"]["bits_per_byte"], rel=1e-6)
+    assert exported["local_choice"]["acc,none"] == choice["acc"]
+    assert exported["local_decoding"]["exact_match,none"] == decoding["exact_match"] == pytest.approx(1 / 3)
+    assert exported["local_rolling"]["bits_per_byte,none"] == pytest.approx(rolling["bits_per_byte"], rel=1e-6)
 
 
 def test_a_missing_package_is_named(make_run, refused, monkeypatch):

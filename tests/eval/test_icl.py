@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,33 +33,25 @@ def test_synthetic_episodes():
     assert fewer.demonstrations == episodes[7].demonstrations[:5] and fewer.questions == episodes[7].questions
 
 
-def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
+def oracle(tokenizer, model, jobs, batch, done):
     """Scores for a model that looks the question up in the prompt, and finds all labels alike where it is not there."""
-
-    def score_jobs(model, jobs, batch, done):  # noqa: ANN001, ANN202
-        tables = []
-        for job in jobs:
-            prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
-            questions = [tokenizer.decode(question) for question in job.questions]
-            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in questions]))
-            done(1)
-        return [], tables
-
-    return score_jobs
+    tables = []
+    for job in jobs:
+        prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
+        questions = [tokenizer.decode(question) for question in job.questions]
+        tables.append(np.array([[float(question + label in prompt) for label in labels] for question in questions]))
+        done(1)
+    return [], tables
 
 
-@pytest.fixture
-def run(tokenizer) -> SimpleNamespace:
+def test_a_model_that_recalls(tokenizer, monkeypatch):
+    monkeypatch.setattr(icl, "score_jobs", partial(oracle, tokenizer))
     model = SimpleNamespace(cfg=SimpleNamespace(context=320))
-    return SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
-
-
-def test_a_model_that_recalls(run, monkeypatch):
-    monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer))
+    run = SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
     cfg = IclConfig(shots=[2, 8, 16], episodes=6)
     results = icl.evaluate(run, icl.load_task(cfg), cfg)
-    assert [row["accuracy"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])  # 2 of 8 words; a tie is wrong
-    assert [row["text_shown"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])
+    for key in ("accuracy", "text_shown"):
+        assert [row[key] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])  # 2 of 8 words; a tie is wrong
     assert [row["recall"] for row in results["shots"]] == [1.0] * 3
     assert [row["new"] for row in results["shots"]] == [0.0, None, None]
     assert results["chance"] == 0.25 and results["accuracy"] == 1.0
@@ -71,12 +63,10 @@ def test_shots_are_those_that_fit(tokenizer):
     episodes = [icl.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
     writer = icl.Writer(task, tokenizer)
     shots = icl.fitting_shots(writer, episodes, 320)
-
-    def longest(n: int) -> int:
+    for n, fits in ((shots[-1], True), (shots[-1] + 1, False)):
         made = [writer.job(replace(episode, demonstrations=episode.demonstrations[:n])) for episode in episodes]
-        return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made)
-
-    assert longest(shots[-1]) <= 320 < longest(shots[-1] + 1)
+        lengths = [len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made]
+        assert (max(lengths) <= 320) == fits
     assert shots[:-1] == [2**i for i in range(len(shots) - 1)]
     with pytest.raises(ValueError, match="longer context"):
         icl.fitting_shots(writer, episodes, 60)
@@ -85,10 +75,8 @@ def test_shots_are_those_that_fit(tokenizer):
 # Files
 
 
-def test_a_file_is_read_and_its_questions_are_never_demonstrations(tmp_path):
-    bank, file = tmp_path / "bank.csv", tmp_path / "x.csv"
-    bank.write_text(BANKING)
-    assert icl.read_examples(bank)[1] == Example("My card, is it lost?", "lost card")
+def test_the_questions_of_a_file_are_never_demonstrations(tmp_path):
+    file = tmp_path / "x.csv"
     file.write_text("text,label\n" + "".join(f"question {i} about {label},{label}\n" for i in range(30) for label in "ab"))
     cfg = IclConfig(examples=str(file), queries=7)
     task = icl.load_task(cfg)
@@ -110,34 +98,28 @@ def test_prompts_are_text_that_repeats_itself(tokenizer):
     assert [tokenizer.decode(label) for label in job.continuations] == [" description\n", " human\n"]
 
 
-# Commands
-
-
 def test_the_command_on_a_file(make_run, call, tmp_path):
     run, file = make_run("a"), tmp_path / "bank.csv"
     file.write_text(BANKING)
+    assert icl.read_examples(file)[1] == Example("My card, is it lost?", "lost card")
     call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2")
     content = json.loads((run / "eval" / "icl_bank.json").read_text())
-    assert content["results"]["task"] == "bank" and content["results"]["classes"] == 3
-    assert content["results"]["queries"] == 3
-    assert content["config"]["examples"] == str(file)
-    assert content["results"]["text"] == "bank.csv" and not (run / "eval" / "icl.json").exists()
+    expected = {"task": "bank", "classes": 3, "queries": 3, "text": "bank.csv"}
+    assert content["results"] == content["results"] | expected and content["config"]["examples"] == str(file)
+    assert not (run / "eval" / "icl.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("examples", "test", "says"),
-    (
+def test_wrong_files_are_named(tmp_path) -> None:
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    for examples, questions, says in (
         ("no,header\n", None, "train.csv has no examples: give a CSV file"),
         ("text,category\nhello\n", None, "has no examples"),
         ('text,category\n"' + "never closed " * 12_000, None, "has no examples"),
         ("text,category\na,b\nc,b\n", None, "has one label"),
         (BANKING, "text,category\nhello,greeting\n", r"no demonstration has \(greeting\)"),
         (BANKING, "text,category\n", "test.csv has no examples"),
-    ),
-)
-def test_wrong_files_are_named(examples: str, test: str | None, says: str, tmp_path: Path) -> None:
-    for name, text in (("train.csv", examples), ("test.csv", test or "")):
-        (tmp_path / name).write_text(text)
-    given = {"test": str(tmp_path / "test.csv")} if test else {}
-    with pytest.raises(ValueError, match=says):
-        icl.load_task(IclConfig(examples=str(tmp_path / "train.csv"), **given))
+    ):
+        train.write_text(examples)
+        test.write_text(questions or "")
+        with pytest.raises(ValueError, match=says):
+            icl.load_task(IclConfig(examples=str(train), **({"test": str(test)} if questions else {})))

@@ -1,8 +1,9 @@
 """Associative recall, measured: models whose answers and maps are known, and one run to the JSON."""
 
 import json
+import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,23 +22,21 @@ TASK = MqarConfig(keys=16, values=8, noise=8, pairs=2, distractors=0.5)
 LENGTH = 88
 
 
-def decoder(layers: str, **options: object) -> Decoder:
+def decoder(layers: str) -> Decoder:
     vocabulary = mqar_tokenizer(TASK).vocab_size
     cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=LENGTH, vocab_size=vocabulary)
-    for name, value in options.items():
-        setattr(cfg.diff, name, value)
     return Decoder(cfg, seed=3).eval()
 
 
-def drawn(share: float, count: int = 20) -> list[Sample]:
-    source = Mqar(MqarConfig(**{**vars(TASK), "distractors": share}), LENGTH)
-    return [source.draw("eval", i, 0) for i in range(count)]
+def drawn(share: float) -> list[Sample]:
+    source = Mqar(replace(TASK, distractors=share), LENGTH)
+    return [source.draw("eval", i, 0) for i in range(20)]
 
 
 class Reader(nn.Module):
     """Answers with what stood behind the key when it was first seen; wrong where a question is behind position `until`."""
 
-    def __init__(self, until: int = LENGTH) -> None:
+    def __init__(self, until: int) -> None:
         super().__init__()
         self.cfg, self.until = decoder("b").cfg, until
 
@@ -52,8 +51,8 @@ class Reader(nn.Module):
 
 def test_accuracy_of_known_readers() -> None:
     samples = drawn(0.5)
-    assert hits(Reader(), samples, 7).all() and hits(Reader(), samples, 7).shape == (20, 2)
-    half = hits(Reader(60), samples, 7)
+    whole, half = (hits(Reader(until), samples, 7) for until in (LENGTH, 60))
+    assert whole.all() and whole.shape == (20, 2)
     assert (half == [[question < 60 for question in sample.questions] for sample in samples]).all()
 
 
@@ -66,8 +65,7 @@ def test_attention_of_uniform_maps(layers: str) -> None:
             nn.init.zeros_(p)
     samples = drawn(0.8)
     read = read_attention(model, samples, 7)
-    wanted = [1 / (question + 1) for sample in samples for question in sample.questions]
-    mean = sum(wanted) / len(wanted)
+    mean = statistics.mean(1 / (question + 1) for sample in samples for question in sample.questions)
     names = [name for name in ("map", "map_1", "map_2") if name in read]
     assert len(names) == (3 if set(layers) & set("dv") else 1) and len(read["layers"]) == 2
     for name in names:

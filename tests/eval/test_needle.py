@@ -16,7 +16,7 @@ HAY = "Once there was a king. He lived in a small house. His dog was old, and it
 
 
 class Copier(nn.Module):
-    """Predicts what followed when the last 12 tokens were last seen; `sign` -1 makes just that the least probable."""
+    """Predicts what followed the last 12 tokens when last seen; `sign` -1 makes it the least probable, 0 all alike."""
 
     head = staticmethod(lambda logits: logits)  # its hidden states are the logits
 
@@ -36,8 +36,7 @@ class Copier(nn.Module):
         rows = rows.expand(len(tokens), -1)
         return logits.gather(1, rows[..., None].expand(-1, -1, self.cfg.vocab_size))
 
-    def hidden(self, tokens, cache=None, rows=None):
-        return self(tokens, rows, cache)
+    hidden = forward
 
     def predict(self, tokens):
         logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
@@ -51,49 +50,38 @@ class Copier(nn.Module):
         return logits
 
 
-class Uniform(Copier):
-    def predict(self, tokens):
-        return torch.zeros(*tokens.shape, self.cfg.vocab_size)
-
-
-def stand_in(model: nn.Module, tokenizer) -> SimpleNamespace:
-    return SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
-
-
-@pytest.fixture
-def hay(tokenizer) -> np.ndarray:
-    return np.array(tokenizer.encode(HAY))
+def stand_in(model: nn.Module, tokenizer) -> tuple[SimpleNamespace, np.ndarray]:
+    """A run of the model, and the tokens of HAY."""
+    run = SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
+    return run, np.array(tokenizer.encode(HAY))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_copier_finds_every_needle_and_its_opposite_none(tokenizer, hay, sign):
+def test_a_copier_finds_every_needle_and_its_opposite_none(tokenizer, sign):
     cfg = needle.NeedleConfig(samples=3, pairs=[[1, 1], [3, 2]], lengths=[320], depths=[0.0, 0.3, 1.0])
-    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 320, sign), tokenizer), hay, cfg)
+    results = needle.evaluate(*stand_in(Copier(tokenizer.vocab_size, 320, sign), tokenizer), cfg)
     assert (results["accuracy"], results["se"], results["rank_accuracy"]) == (float(sign > 0), 0.0, float(sign > 0))
     assert [pair["rank_accuracy"] for pair in results["pairs"]] == [None, float(sign > 0)]
-    assert [(c["length"], c["depth"], c["needles"], c["asked"], c["samples"]) for c in results["cells"]] == [
-        (320, depth, *pair, 3) for pair in cfg.pairs for depth in cfg.depths
-    ]
+    shapes = [tuple(cell[key] for key in ("length", "depth", "needles", "asked", "samples")) for cell in results["cells"]]
+    assert shapes == [(320, depth, *pair, 3) for pair in cfg.pairs for depth in cfg.depths]
     assert all((-0.01 < cell["answer_logprob"] <= 0) == (sign > 0) for cell in results["cells"])
 
 
-def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, hay):
+def test_a_uniform_model_gives_the_probability_of_chance_and_default_lengths_leave_out_what_needles_do_not_fit(tokenizer):
     cfg = needle.NeedleConfig(samples=2, pairs=[[2, 1]], lengths=[200], depths=[0.5])
-    (cell,) = needle.evaluate(stand_in(Uniform(tokenizer.vocab_size, 200), tokenizer), hay, cfg)["cells"]
+    run, hay = stand_in(Copier(tokenizer.vocab_size, 200, sign=0), tokenizer)
+    (cell,) = needle.evaluate(run, hay, cfg)["cells"]
     assert cell["answer_logprob"] == pytest.approx(-5 * math.log(tokenizer.vocab_size), rel=1e-6)  # "4817."
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing
+    # 64 bytes do not hold two sentences; 75 hold the first context, but not the sentences about the longest city
+    for context, lengths in ((256, [128, 256]), (300, [150, 300])):
+        run.model.cfg.context = context
+        assert needle.default_lengths(run, hay, needle.NeedleConfig()) == lengths
 
 
-def test_cells_do_not_depend_on_the_other_cells(tokenizer, hay):
-    run = stand_in(Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=200, vocab_size=257)), tokenizer)
+def test_cells_do_not_depend_on_the_other_cells(tokenizer):
+    run, hay = stand_in(Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=200, vocab_size=257)), tokenizer)
     few = needle.NeedleConfig(samples=2, lengths=[200], depths=[0.5])
     many = needle.NeedleConfig(samples=2, lengths=[150, 200], depths=[0.0, 0.5], pairs=[[2, 1], [1, 1]])
     (cell,) = needle.evaluate(run, hay, few)["cells"]
     assert cell in needle.evaluate(run, hay, many)["cells"]
-
-
-def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
-    run = stand_in(Uniform(tokenizer.vocab_size, 256), tokenizer)
-    assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
-    run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
-    assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]

@@ -22,9 +22,8 @@ def streamed(values: torch.Tensor, parts: int) -> outliers.Magnitudes:
 @pytest.mark.parametrize("spread", [0.0, 3.0, 20.0])
 def test_top_k_is_exact_and_the_median_within_its_resolution(spread):
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(30_001, generator=generator) * torch.exp(
-        spread * torch.randn(30_001, generator=generator).clamp(-3, 3)
-    )
+    normal, sizes = (torch.randn(30_001, generator=generator) for _ in range(2))
+    values = normal * torch.exp(spread * sizes.clamp(-3, 3))
     summary = outliers.summary([streamed(values, 13)])
     ordered = values.abs().sort(descending=True).values
     assert [summary[f"top{k}"] for k in RANKS] == [ordered[k - 1].item() for k in RANKS]

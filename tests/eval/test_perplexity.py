@@ -14,6 +14,7 @@ from eval import common, perplexity
 from eval.recall import ngram_codes, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.variants import stirred
 
 V = 8
 BYTES = np.array([1, 2, 3, 1, 2, 3, 4, 0])  # the last is the end of a text
@@ -91,9 +92,7 @@ def test_logits_are_never_whole_and_losses_keep_their_bits(monkeypatch):
     """The largest tensor of logits has 2^16 elements however many windows a batch has; the whole has 15 times those."""
     vocabulary, length, sizes = 1000, 96, []
     cfg = DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=length, vocab_size=vocabulary)
-    model = Decoder(cfg).eval()
-    for p in model.parameters():
-        p.data.normal_(std=0.3, generator=torch.Generator().manual_seed(p.numel()))
+    model = stirred(Decoder(cfg).eval(), 0.3, 0)
     windows = torch.randint(vocabulary, (10, length + 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(windows[:, :-1])
@@ -116,21 +115,16 @@ def test_windows_are_disjoint_cover_the_text_and_thin_out_evenly():
         perplexity.cut_windows(parts, 10, limit=9)
 
 
-@pytest.mark.parametrize(
-    ("length", "names"),
-    [(1, ["1"]), (2, ["1-2"]), (4, ["1-4"]), (5, ["1-3", "4-5"]), (16, ["1-3", "4-7", "8-16"]), (191, ["64-127", "128-191"]),
-     (190, ["32-63", "64-190"]), (256, ["64-127", "128-256"])],
-)  # fmt: skip
-def test_octaves_are_a_partition(length: int, names: list[str]) -> None:
-    octaves = perplexity.by_octave(3 * np.arange(1, length + 1), np.full(length, 3))
-    assert list(octaves)[-len(names) :] == names
-    spans = [[int(end) for end in name.split("-")] for name in octaves]
-    assert [first for first, *_ in spans] == [1, *(span[-1] + 1 for span in spans[:-1])] and spans[-1][-1] == length
-    assert list(octaves.values()) == [(span[0] + span[-1]) / 2 for span in spans]
-
-
-def results_of(run, file: str = "perplexity") -> dict:
-    return json.loads((run / "eval" / f"{file}.json").read_text())["results"]
+def test_octaves_are_a_partition() -> None:
+    for length, names in (
+        (1, ["1"]), (2, ["1-2"]), (4, ["1-4"]), (5, ["1-3", "4-5"]), (16, ["1-3", "4-7", "8-16"]), (191, ["64-127", "128-191"]),
+        (190, ["32-63", "64-190"]), (256, ["64-127", "128-256"]),
+    ):  # fmt: skip
+        octaves = perplexity.by_octave(3 * np.arange(1, length + 1), np.full(length, 3))
+        assert list(octaves)[-len(names) :] == names
+        spans = [[int(end) for end in name.split("-")] for name in octaves]
+        assert [first for first, *_ in spans] == [1, *(span[-1] + 1 for span in spans[:-1])] and spans[-1][-1] == length
+        assert list(octaves.values()) == [(span[0] + span[-1]) / 2 for span in spans]
 
 
 def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
@@ -144,22 +138,19 @@ def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
         common.read_documents(str(tmp_path / "two.md"))
 
 
-def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, shards, tokenizer, capsys):
-    run = make_run("a")
+def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, tmp_path):
+    """And shards of another tokenizer are refused."""
+    run, other = make_run("a"), tmp_path / "other"
     train = np.array(tokenizer.encode("th" * 1252))  # "th" occurs 1,252 times, "ht" once less
     write_shard(shards / "train_000000.bin", train, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
-    call(perplexity, f"run={run}", "tokens=1600")
-    recall = results_of(run)["recall"]
+    assert "frequent_hit " in call(perplexity, f"run={run}", "tokens=1600").splitlines()[-1]
+    result = run / "eval" / "perplexity.json"
+    recall = json.loads(result.read_text())["results"]["recall"]
     counts = {kind: recall[kind]["tokens"] for kind in ("hit", "rare_hit", "frequent_hit")}
     assert recall["rare_at_most"] == 1250 and counts["frequent_hit"] > 0
     assert counts["rare_hit"] == counts["hit"] - counts["frequent_hit"]
-    assert "frequent_hit " in capsys.readouterr().out.splitlines()[-1]
     call(perplexity, f"run={run}", "tokens=1600", "training_counts=false")
-    assert "rare_hit" not in results_of(run)["recall"]
-
-
-def test_another_tokenizer_is_refused(make_run, refused, tmp_path):
-    run, folder = make_run("a"), tmp_path / "other"
-    folder.mkdir()
-    write_shard(folder / "val_000000.bin", np.zeros(400, dtype=int), vocab_size=262, fingerprint="00" * 32)
-    assert "another tokenizer" in refused(perplexity, f"run={run}", f"shards={folder}")
+    assert "rare_hit" not in json.loads(result.read_text())["results"]["recall"]
+    other.mkdir()
+    write_shard(other / "val_000000.bin", np.zeros(400, dtype=int), vocab_size=262, fingerprint="00" * 32)
+    assert "another tokenizer" in refused(perplexity, f"run={run}", f"shards={other}")

@@ -25,7 +25,7 @@ def write(path: Path, *items: object) -> Path:
     return path
 
 
-def test_accuracies_are_those_of_our_scorer(make_run, call, refused, capsys, tmp_path):
+def test_accuracies_are_those_of_our_scorer(make_run, call, refused, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="needs the optional package lm-eval[hf]", exc_type=ImportError)
     run, file = make_run("a", "d"), write(tmp_path / "q.jsonl", *ITEMS)
     call(harness, f"run={run}", "tasks=[questions]", f"file={file}")
@@ -44,19 +44,14 @@ def test_accuracies_are_those_of_our_scorer(make_run, call, refused, capsys, tmp
     assert (results["tasks"]["questions"]["samples"], results["truncated"], results["text"]) == (3, 4, "q.jsonl")
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "q.jsonl", ITEMS[0])
-    capsys.readouterr()  # lm-eval's progress
     assert "give this one a name with name=" in refused(harness, f"run={run}", "tasks=[questions]", f"file={other}")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"query": "q"}, ITEMS[0] | {"label": 3}, ITEMS[0] | {"endings": ["one"]}, [1], ITEMS[0] | {"endings": "yes"}]
-)
-def test_a_line_that_is_no_question_is_named(tmp_path, wrong):
-    with pytest.raises(ValueError, match="wrong.jsonl line 2 is not a question"):
-        load(str(write(tmp_path / "wrong.jsonl", ITEMS[0], wrong)))
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path):
+def test_files_that_cannot_be_read_are_refused_and_a_line_that_is_no_question_is_named(tmp_path):
+    lines = [{"query": "q"}, ITEMS[0] | {"label": 3}, ITEMS[0] | {"endings": ["one"]}, [1], ITEMS[0] | {"endings": "yes"}]
+    for wrong in lines:
+        with pytest.raises(ValueError, match="wrong.jsonl line 2 is not a question"):
+            load(str(write(tmp_path / "wrong.jsonl", ITEMS[0], wrong)))
     with pytest.raises(ValueError, match="is empty"):
         load(str(write(tmp_path / "empty.jsonl")))
     with pytest.raises(ValueError, match="add file=FILE"):

@@ -35,11 +35,10 @@ def test_recall_hits_end_a_bigram_seen_before():
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Shard]:
     """Training shards of 3,000, 1 and 500 tokens."""
-    paths = [tmp_path / f"train_{i:06}.bin" for i in range(3)]
-    for i, (path, size) in enumerate(zip(paths, (3000, 1, 500), strict=True)):
+    for i, size in enumerate((3000, 1, 500)):
         tokens = np.random.default_rng(i).integers(0, 4, size)
-        write_shard(path, tokens, vocab_size=V, fingerprint="00" * 32)
-    return [Shard(path) for path in paths]
+        write_shard(tmp_path / f"train_{i:06}.bin", tokens, vocab_size=V, fingerprint="00" * 32)
+    return [Shard(tmp_path / f"train_{i:06}.bin") for i in range(3)]
 
 
 @pytest.mark.parametrize("chunk", (2**22, 13))

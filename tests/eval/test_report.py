@@ -21,10 +21,21 @@ def listed(folders: list[Path]) -> str:
     return f"runs=[{','.join(map(str, folders))}]"
 
 
-def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path):
+@pytest.fixture
+def reported(call, tmp_path):
+    """reported("runs=[...]") -> the page r.html of a report, what was printed, and its JSON."""
+
+    def make(runs: str, viewer: str = "false") -> tuple[str, str, dict]:
+        out = tmp_path / "r.html"
+        printed = call(report, runs, f"out={out}", f"viewer={viewer}")
+        return out.read_text(), printed, json.loads(out.with_suffix(".json").read_text())
+
+    return make
+
+
+def test_the_page_is_whole_and_self_contained(evaluated, call, tmp_path):
     runs, out = [evaluated("one", "b"), evaluated("two", "d")], tmp_path / "pages" / "report.html"
-    call(report, listed(runs), f"out={out}")
-    page, printed = out.read_text(), capsys.readouterr().out
+    printed, page = call(report, listed(runs), f"out={out}"), out.read_text()
     assert "<h1>Baseline and diff: loss" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
     assert len(sources) == 1 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
@@ -68,13 +79,12 @@ def test_names_are_never_markup(make_run, call, tmp_path):
         assert "<img src=x" not in page and "<script>alert" not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
 
 
-def test_long_names_are_shortened_and_stand_once_in_full(make_run, call, capsys, tmp_path):
+def test_long_names_are_shortened_and_stand_once_in_full(make_run, reported, tmp_path):
     long = "nano-text-data.nametiny-tokenizer.namebytes-dir-tmp-shards-weight50-steps30-batch_tokens960-warmup2-context192"
     for name in ("diff-lr1e-3", "baseline-lr1e-3"):
         make_run(f"{name}-{long}-s1", name[0])
-    call(report, f"runs={tmp_path / 'runs'}", f"out={tmp_path / 'r.html'}", "viewer=false")
-    assert f"baseline: baseline-lr1e-3-{long}-s1" in capsys.readouterr().out
-    content, page = json.loads((tmp_path / "r.json").read_text()), (tmp_path / "r.html").read_text()
+    page, printed, content = reported(f"runs={tmp_path / 'runs'}")
+    assert f"baseline: baseline-lr1e-3-{long}-s1" in printed
     assert [arm["arm"] for arm in content["arms"]] == ["baseline", "diff"]
     assert content["verdicts"][0].startswith("diff compared with baseline (n = 1 seed)")
     assert page.count(f'<td class="name">diff-lr1e-3-{long}-s1</td>') == 1
@@ -124,33 +134,36 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
 
 
-def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_named(seeded, call, tmp_path):
+def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_named(seeded, reported):
     arms = [seeded("b", {1: 2.0, 2: 2.1}), seeded("d", {1: 1.9, 2: 2.0}), seeded("i", {1: 1.9, 2: 2.0})]
     for folder in (*arms[0], *arms[1]):
         further(folder, "needle", needle_results(float(folder in arms[1])))
-    call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
-    _, _, shown = (tmp_path / "r.html").read_text().split("<summary>Differences as numbers")  # of losses, of retrieval
+    page, _, content = reported(listed(sum(arms, [])))
+    _, _, shown = page.split("<summary>Differences as numbers")  # of losses, of retrieval
     assert '<td class="missing">not measured</td>' in shown
-    verdict, other = json.loads((tmp_path / "r.json").read_text())["verdicts"]
+    verdict, other = content["verdicts"]
     assert "needle accuracy +1.00 (the same in every seed), better" in verdict.replace("−", "-")
     assert "needle accuracy" not in other
 
 
-def test_what_is_not_measured_or_not_finished_is_named(seeded, make_run, call, capsys, tmp_path):
-    (whole,), part = seeded("b", {1: 2.0}), make_run("part", "d")
+def test_what_is_not_measured_or_not_finished_is_named_and_a_half_finished_seed_is_left_out(seeded, make_run, reported):
+    folders, part = seeded("b", {1: 2.0, 2: 2.2, 3: 9.9}), make_run("part", "d")
     edit(part / "config.yaml", "steps", 9)
-    call(report, listed([whole, part]), f"out={tmp_path / 'r.html'}", "viewer=false")
-    printed = capsys.readouterr().out
+    page, printed, content = reported(listed([folders[0], part]))
     assert "part is not finished, at step 4 of 9" in printed
     assert "baseline-s1 has no needle, attention_noise: run python -m eval.needle" in printed
-    cells = [cell for row in json.loads((tmp_path / "r.json").read_text())["results"] for cell in row["cells"]]
-    missing = sum(cell["value"] is None for cell in cells)
-    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == missing >= 3
+    missing = sum(cell["value"] is None for row in content["results"] for cell in row["cells"])
+    assert page.count('<td class="missing">not measured</td>') == missing >= 3
+    lines = (folders[2] / "metrics.jsonl").read_text().splitlines()[:3]
+    (folders[2] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (arm,) = arms_of(read_runs([str(folder) for folder in folders]))
+    assert [run.seed for run in arm.runs] == [1, 2]
+    assert "baseline-s3 is not finished, at step 2 of 4, and left out of its arm" in reported(listed(folders))[1]
+    assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
 
 
-def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsys, tmp_path):
+def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, reported, tmp_path):
     folders = seeded("b", {1: 2.00, 2: 2.10, 3: 2.30}) + seeded("d", {3: 2.25, 1: 1.90, 2: 2.06})
-    out = tmp_path / "r.html"
     arms = arms_of(read_runs([str(folder) for folder in folders]))
     assert [(arm.name, [run.seed for run in arm.runs]) for arm in arms] == [("baseline", [1, 2, 3]), ("diff", [3, 1, 2])]
     rows = {row.name: row for row in headline_table(arms)}
@@ -160,14 +173,11 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     assert cell.text == f"2.133 ± {sd:.3f}" and rows["tokens"].cells[0].text == "2.56k"
     assert rows["seed"].cells[1].text == "3, 1, 2"
     (less,) = [c for c in differences(arms, list(rows.values())) if c.metric == "test loss (nats per token)"]
-    by_seed = [-0.10, -0.04, -0.05]
+    mean, by_seed = np.mean((-0.10, -0.04, -0.05)), [-0.10, -0.04, -0.05]
     half = 4.302653 * np.std(by_seed, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
-    mean = np.mean(by_seed)
     assert list(less.by_seed.values()) == pytest.approx(by_seed) and (less.n, list(less.by_seed)) == (3, [1, 2, 3])
     assert (less.mean, less.low, less.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
-    capsys.readouterr()
-    call(report, listed(folders), f"out={out}")
-    page, printed = out.read_text(), capsys.readouterr().out
+    page, printed, content = reported(listed(folders), viewer="true")
     for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "arms: 2"):
         assert text in printed
     assert f"{mean:.4f}".replace("-", "−") in page and "standard deviation over the seeds" in page
@@ -177,25 +187,12 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     loss = page[page.index('<h2 id="loss">') : page.index('<h2 id="retrieval">')]  # the main numbers, and the others folded
     shown, folded, _ = re.split("<details><summary>.*?</summary>", loss)
     assert "test loss" in shown and "bits per byte" not in shown and "bits per byte" in folded
-    content = json.loads(out.with_suffix(".json").read_text())
     assert [arm["seeds"] for arm in content["arms"]] == [[1, 2, 3], [3, 1, 2]] and len(content["runs"]) == 6
     assert any(d["name"].startswith("test loss") and d["n"] == 3 for d in content["differences"])
-    assert "| difference to baseline [95 % interval] | diff |" in out.with_suffix(".md").read_text()
+    assert "| difference to baseline [95 % interval] | diff |" in (tmp_path / "r.md").read_text()
 
 
-def test_a_half_finished_seed_is_left_out_and_named(seeded, call, capsys, tmp_path):
-    folders = seeded("b", {1: 2.0, 2: 2.2, 3: 9.9})
-    lines = (folders[2] / "metrics.jsonl").read_text().splitlines()[:3]
-    (folders[2] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    arms = arms_of(read_runs([str(folder) for folder in folders]))
-    assert [run.seed for run in arms[0].runs] == [1, 2]
-    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
-    printed = capsys.readouterr().out
-    assert "baseline-s3 is not finished, at step 2 of 4, and left out of its arm" in printed
-    assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
-
-
-def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
+def test_further_evaluations_have_a_section_each_and_on_other_settings_are_refused(seeded, reported, refused, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
     for i, folder in enumerate(folders):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
@@ -213,30 +210,22 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     row, other = harness.rows
     assert other.name == "tasks · gsm8k · exact_match,strict-match"  # and no row of its standard error
     assert row.name == "tasks · copa · acc" and row.cells[0].text == "0.500 (n = 1)" and row.cells[1].value is None
-    perplexity_elsewhere = {"loss": 3.5, "text": "essays<1>.txt"}
-    given = {"text": "/there/essays<1>.txt"}
     for folder in folders:
-        further(folder, "perplexity_essays", perplexity_elsewhere, **given)
-    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
-    page = (tmp_path / "r.html").read_text()
+        further(folder, "perplexity_essays", {"loss": 3.5, "text": "essays<1>.txt"}, text="/there/essays<1>.txt")
+    page, _, content = reported(listed(folders))
     assert "On essays&lt;1&gt;.txt." in page and "(<code>python -m eval.perplexity</code>)</p>" in page
     assert "Quantization</h2>" in page and page.count('alt="Quantization, ') == 2
-    content = json.loads((tmp_path / "r.json").read_text())["differences"]
-    (less,) = [d for d in content if d["name"] == "bits=4 · loss_change"]
+    (less,) = [d for d in content["differences"] if d["name"] == "bits=4 · loss_change"]
     assert less["differences"] == pytest.approx([2.0, 2.0])
-
-
-def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_path):
-    folders = seeded("b", {1: 2.0, 2: 2.1})
     further(folders[0], "icl", {"accuracy": 0.5}, shots=4, batch=2)
     further(folders[1], "icl", {"accuracy": 0.5}, shots=4, batch=8)
     read_runs([str(folder) for folder in folders])  # another batch size is no other measurement
     further(folders[1], "icl", {"accuracy": 0.5}, shots=8)
-    assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'r.html'}")
-    assert not (tmp_path / "r.html").exists()
+    assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'none.html'}")
+    assert not (tmp_path / "none.html").exists()
 
 
-def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path):
+def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, reported):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
     for i, folder in enumerate(folders):
         further(folder, "needle", needle_results(0.5 + i / 10))
@@ -251,14 +240,13 @@ def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path
     assert not shown and not differences(arms, rows)
     assert [part.name for part in sections(arms)] == ["quantization"]  # icl has no number left
     assert runs[2].evals["needle"] and not arms[1].results("needle")
-    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
-    page = (tmp_path / "r.html").read_text()
+    page, _, _ = reported(listed(folders))
     assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
     assert 'length, baseline"' in page and 'length, diff"' not in page
     assert 'alt="Quantization, diff"' not in page
 
 
-def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
+def test_settings_are_named_once_and_are_no_rows(seeded, reported):
     folders = seeded("b", {1: 2.0}) + seeded("d", {1: 1.9})
     for i, folder in enumerate(folders):
         cell = {"needles": 1, "asked": 1, "samples": 2, "accuracy": 0.1 * i, "se": 0.01}
@@ -270,18 +258,16 @@ def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
     rows = [row.name for row in parts["needle_passkey"].rows]
     assert len(rows) == 3 and all(name.endswith("accuracy") for name in rows)
     assert [row.name for row in parts["outliers"].rows] == ["logits · top1"]
-    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
     caption = "windows 8, length 160, tokens 1,280. (<code>python -m eval.outliers</code>)"
-    assert caption in " ".join((tmp_path / "r.html").read_text().split())
+    assert caption in " ".join(reported(listed(folders))[0].split())
 
 
-def test_without_checkpoints_and_evaluations_there_are_curves_and_no_viewer(make_run, call, capsys, tmp_path):
-    run, out = make_run("one"), tmp_path / "r.html"
+def test_without_checkpoints_and_evaluations_there_are_curves_and_no_viewer(make_run, reported, tmp_path):
+    run = make_run("one")
     shutil.rmtree(run / "checkpoints")
-    call(report, f"runs=[{run}]", f"out={out}")
-    printed = capsys.readouterr().out
+    page, printed, _ = reported(listed([run]), viewer="true")
     assert "note: no attention viewer: " in printed and "one has no perplexity, needle, attention_noise: run python" in printed
-    assert "report_viewer" not in out.read_text() and not (tmp_path / "r_viewer.html").exists()
+    assert "report_viewer" not in page and not (tmp_path / "r_viewer.html").exists()
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["loss.png"]
 
 

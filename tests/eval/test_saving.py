@@ -4,12 +4,11 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 import train  # noqa: F401  # registers its schema
 from configs import with_home
@@ -42,14 +41,9 @@ def book(path: Path, about: str = "dogs") -> Path:
 
 
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
-def test_a_disk_that_is_full_or_fails_loses_no_result(
-    code: int, make_run: Callable[..., Path], call: Callable, capsys: pytest.CaptureFixture, monkeypatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
+def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, call, capsys, monkeypatch) -> None:
     run = make_run("a")
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.raises(SystemExit) as stopped:
         call(perplexity, f"run={run}", "tokens=160")
     printed = capsys.readouterr()
@@ -92,15 +86,11 @@ def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> 
 
 
 def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards, monkeypatch) -> None:
-    run = make_run("a")
+    run, dogs, cats = make_run("a"), book(tmp_path / "1" / "book.txt"), book(tmp_path / "2" / "book.txt", "cats")
+    moved = book(tmp_path / "book.txt")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)  # root may write everywhere
         assert refused(perplexity, f"run={run}").endswith("give out=FOLDER, another place for it")
-    dogs, cats, moved = (
-        book(tmp_path / "1" / "book.txt"),
-        book(tmp_path / "2" / "book.txt", "cats"),
-        book(tmp_path / "book.txt"),
-    )
     call(perplexity, f"run={run}", "tokens=320")
     call(perplexity, f"run={run}", f"text={dogs}", "tokens=320")
     assert "perplexity_book.json is of another text" in refused(perplexity, f"run={run}", f"text={cats}")
@@ -114,29 +104,25 @@ def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp
     assert text_of_result(read_run(run), "perplexity_book") == "book.txt"
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    (
+def test_names_of_results() -> None:
+    for settings, name in (
         ({}, "needle"),
         ({"text": "books/one.v2.txt.gz"}, "needle_one"),
         ({"shards": "data/books"}, "needle_books"),
         ({"text": "x.txt", "name": "a-book"}, "needle_a-book"),
-    ),
-)
-def test_names_of_results(settings: dict[str, str], name: str) -> None:
-    assert result_name("needle", settings) == name and command_of(name) == "needle"
+    ):
+        assert result_name("needle", settings) == name and command_of(name) == "needle"
     with pytest.raises(ValueError, match="give name= with letters"):
         result_name("needle", {"text": "books/*.txt"})
 
 
-def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsys, tmp_path) -> None:
+def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, tmp_path) -> None:
     """One sample has no standard error: none is printed, written or drawn, and the report still reads the result."""
     assert mean_se([1.0, 3.0]) == (2.0, 1.0) and plus_minus(0.5, 0.25, "+.2f") == "+0.50 ± 0.25"
     assert plus_minus(*mean_se([2.0])) == "2.000"
     run, text = make_run("one", "d"), book(tmp_path / "t" / "tasks.txt")
     for evaluation, (options, keys) in EVALUATIONS.items():
-        call(evaluation, f"run={run}", *options)
-        printed, name = capsys.readouterr().out, evaluation.__name__.removeprefix("eval.")
+        printed, name = call(evaluation, f"run={run}", *options), evaluation.__name__.removeprefix("eval.")
         assert all(line.startswith(f"{name}  one: ") for line in printed.splitlines())
         assert "±" not in printed and "nan" not in printed, printed
         content = json.loads((run / "eval" / f"{name}.json").read_text())
@@ -157,9 +143,8 @@ def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsy
 def test_no_result_of_numbers_that_are_not_finite(make_run, refused) -> None:
     run = make_run("big")
     model = checkpoint.load_run(run).model
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
+    for p in model.parameters():
+        p.data.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
     save(run, 5, model, [])
     for evaluation, (options, _) in EVALUATIONS.items():
         assert "not finite: its training diverged" in refused(evaluation, f"run={run}", *options)

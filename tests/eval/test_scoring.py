@@ -9,7 +9,6 @@ from eval.scoring import Job
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-LENGTHS = (9, 20, 14, 3, 1)
 V = 50
 KINDS = {
     "baseline": {"layers": "b"},
@@ -25,16 +24,13 @@ KINDS = {
 def model(request: pytest.FixtureRequest) -> Decoder:
     shape = {"n_layer": 3, "n_head": 4, "d_model": 32, "context": 40, "vocab_size": V}
     made = Decoder(DecoderConfig(**shape, **KINDS[request.param]), seed=3).eval()
-    with torch.no_grad():  # larger weights, so that what is attended to matters
-        for p in made.parameters():
-            p.mul_(3)
+    for p in made.parameters():
+        p.data.mul_(3)  # larger weights, so that what is attended to matters
     return made
 
 
-@pytest.fixture
-def prompts() -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, V, length) for length in LENGTHS]
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, V, length) for length in (9, 20, 14, 3, 1)]
 
 
 @torch.no_grad()
@@ -45,21 +41,17 @@ def alone(model: Decoder, prompt: np.ndarray, continuation: np.ndarray) -> float
     return sum(float(log_probabilities[t, tokens[t + 1]]) for t in steps)
 
 
-@pytest.mark.parametrize("batch", (1, 2, 8))
-def test_log_probabilities_are_those_of_each_text_alone(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
+@pytest.mark.parametrize("batch", (1, 2, 3, 8))
+def test_log_probabilities_are_those_of_each_text_alone_and_hits_what_generate_gives(model: Decoder, batch: int) -> None:
     rng = np.random.default_rng(1)
-    continuations = [[rng.integers(0, V, n) for n in rng.integers(1, 6, 1 + i % 3)] for i in range(len(prompts))]
-    _, logprobs = scoring.score(model, prompts, continuations, batch)
-    for prompt, rows, values in zip(prompts, continuations, logprobs, strict=True):
+    continuations = [[rng.integers(0, V, n) for n in rng.integers(1, 6, 1 + i % 3)] for i in range(len(PROMPTS))]
+    _, logprobs = scoring.score(model, PROMPTS, continuations, batch)
+    for prompt, rows, values in zip(PROMPTS, continuations, logprobs, strict=True):
         # float32 sums of at most 5 terms of size 10: rounding stays below 1e-4
         assert values == pytest.approx([alone(model, prompt, row) for row in rows], abs=1e-4)
-
-
-@pytest.mark.parametrize("batch", (1, 3))
-def test_hits_are_what_generate_gives(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
-    decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in prompts]
+    decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in PROMPTS]
     wrong = [[np.concatenate((row[:k], (row[k : k + 1] + 1) % V, row[k + 1 :])) for k in range(4)] for row in decoded]
-    hits, _ = scoring.score(model, prompts, [[row, *rows] for row, rows in zip(decoded, wrong, strict=True)], batch)
+    hits, _ = scoring.score(model, PROMPTS, [[row, *rows] for row, rows in zip(decoded, wrong, strict=True)], batch)
     assert all(row.tolist() == [True, False, False, False, False] for row in hits)
 
 
@@ -73,13 +65,8 @@ def jobs() -> list[Job]:
         return [rng.integers(1, V, n) for n in lengths]
 
     labels = draw(1, 3, 2)
-    prefixes = [np.array([7, *row]) for row in draw(9, 5, 9, 4)]
-    return [
-        Job(prefixes[0], draw(2, 4, 2), labels),
-        Job(prefixes[1], draw(3), labels),
-        Job(prefixes[2], draw(2, 0), draw(1, 1)),
-        Job(prefixes[3], draw(1, 1), labels),
-    ]
+    a, b, c, d = (np.array([7, *row]) for row in draw(9, 5, 9, 4))
+    return [Job(a, draw(2, 4, 2), labels), Job(b, draw(3), labels), Job(c, draw(2, 0), draw(1, 1)), Job(d, draw(1, 1), labels)]
 
 
 @pytest.mark.parametrize("batch", (1, 32))
@@ -94,8 +81,7 @@ def test_questions_after_a_prefix_score_as_whole_texts_do(model: Decoder, batch:
 
 
 def test_a_prefix_is_read_once_and_no_logits_of_it_are_computed() -> None:
-    shape = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 40, "vocab_size": V}
-    model = Decoder(DecoderConfig(**shape)).eval()
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=V)).eval()
     read, scored = [], []
     model.embedding.register_forward_hook(lambda module, given, out: read.append(tuple(out.shape[:2])))
     model.head.register_forward_hook(lambda module, given, out: scored.append(out.numel() // V))

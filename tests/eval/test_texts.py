@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,9 +44,7 @@ def read(tmp_path: Path) -> list[Path]:
     return files
 
 
-def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(
-    make_run: Callable[..., Path], shards: Path, read: list[Path], call: Callable[..., None]
-) -> None:
+def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(make_run, shards, read, call) -> None:
     folder, (first, second) = make_run("a-s1"), read
     assert [command[1] for command in planned(folder, shards, first).left()] == ["eval.perplexity"]
     call(perplexity, f"run={folder}", f"text={first}", "name=other", "tokens=2000")
@@ -62,16 +59,13 @@ def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(
     assert not planned(folder, Path("nowhere"), second).left()  # nor is the tokenizer
 
     record = record_of(read_run(folder))
-    faults = []
-    for run in (planned(folder, shards, text) for text in (moved, second)):
+    for text, fault in ((moved, None), (second, f"has perplexity_other of another text than {second}")):
+        run = planned(folder, shards, text)
         (evaluation,) = run.evaluations
-        faults.append(run.fault(evaluation, record["evals"][evaluation.file], record["tokenizer"]))
-    assert faults == [None, f"has perplexity_other of another text than {second}"]
+        assert run.fault(evaluation, record["evals"][evaluation.file], record["tokenizer"]) == fault
 
 
-def test_a_study_tokenizes_a_text_once(
-    make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_tokenizes_a_text_once(make_run, shards, read, monkeypatch) -> None:
     folder, known, calls = make_run("a-s1"), Texts(), []
     real = texts.tokens_of
     monkeypatch.setattr(texts, "tokens_of", lambda *given: calls.append(1) or real(*given))
@@ -90,9 +84,7 @@ def with_digest(folder: Path, digest: str | None) -> Path:
     return folder
 
 
-def test_a_study_refuses_a_run_or_a_record_of_other_shards(
-    make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_refuses_a_run_or_a_record_of_other_shards(make_run, shards, read, monkeypatch) -> None:
     shutil.copy(shards / "val_000000.bin", shards / "train_000000.bin")
     folder = make_run("a-s1")
     monkeypatch.setattr(study, "describes", lambda *_: True)
@@ -110,7 +102,7 @@ def test_a_study_refuses_a_run_or_a_record_of_other_shards(
         run.take_over(record)
 
 
-def test_runs_of_different_shards_are_not_reported_together(make_run: Callable[..., Path]) -> None:
+def test_runs_of_different_shards_are_not_reported_together(make_run) -> None:
     folders = [str(make_run(f"a-s{seed}", seed=seed)) for seed in (1, 2, 3)]
     assert len(read_runs(folders)) == 3
     for folder, digest in zip(folders, (None, "f00", "f00"), strict=True):

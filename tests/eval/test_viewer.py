@@ -1,5 +1,6 @@
 """eval/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer
 from eval import viewer
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.variants import stirred
 from training.checkpoint import load_run
 
 
@@ -23,8 +27,6 @@ def data_of(path: Path) -> dict:
 
 def maps_of(data: dict, example: int, model: int) -> np.ndarray:
     """(all heads, T, T) as the page holds them."""
-    import base64
-
     packed, length = data["maps"][example][model], len(data["examples"][example]["tokens"])
     return unpack(base64.b64decode(packed["maps"]), base64.b64decode(packed["scales"]), length)
 
@@ -48,10 +50,8 @@ def directly(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("layers", ["b", "d", "i", "v", "bd"])
 def test_packed_maps_are_the_models_to_the_stated_precision(layers):
-    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.2)  # maps far from uniform
+    cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)
+    model = stirred(Decoder(cfg).eval(), 0.2, 0)  # maps far from uniform
     tokens = np.arange(33) * 7 % 50
     seen = viewer.look(model, tokens)
     wanted, packed = directly(model, tokens), unpack(*viewer.pack(np.concatenate(seen.maps)), len(tokens))
@@ -65,7 +65,7 @@ def test_packed_maps_are_the_models_to_the_stated_precision(layers):
 
 
 @pytest.mark.parametrize("layers", ["d", "v", "bd", "i"])
-def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layers):
+def test_a_differential_head_is_its_first_map_less_lambda_times_its_second_and_nan_is_refused(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
     read = []
     model.register_forward_pre_hook(lambda *_: read.append(1))
@@ -80,10 +80,6 @@ def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layer
                 assert one.min() >= -1e-6 and one.sum(-1) == pytest.approx(1, abs=1e-5)
                 assert not np.triu(one, 1).any()
             assert not np.allclose(first, second, atol=1e-4)
-
-
-def test_a_diverged_model_is_refused():
-    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=50)).eval()
     torch.nn.init.constant_(model.blocks[0].attention_norm.weight, torch.nan)
     with pytest.raises(ValueError, match="diverged, so leave its run out"):
         viewer.look(model, np.arange(9))
@@ -97,25 +93,20 @@ def test_nothing_is_still_nothing_and_sums_survive():
     assert packed[0, 39, 1:].sum() == pytest.approx(0.39, rel=0.05)  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
 
 
-def test_tokens_are_shown_as_what_they_are(tokenizer):
+def test_the_command_writes_a_self_contained_page(make_run, tokenizer, call, tmp_path):
     assert [viewer.shown(tokenizer, token) for token in (65, 10, 0xC3, 9, 256)] == ["A", "↵", "⟨c3⟩", "⇥", "⟨end of text⟩"]
-
-
-def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_path):
     one, two, out = make_run("one", "b"), make_run("two", "d"), tmp_path / "v.html"
-    call(viewer, f"runs=[{one},{two}]", f"out={out}", "prompt='Where </script> is it?'")
+    printed = call(viewer, f"runs=[{one},{two}]", f"out={out}", "prompt='Where </script> is it?'")
+    assert f"viewer  {out}" in printed and "MB" in printed
     page, data = out.read_text(), data_of(out)
     assert not re.search(r'(src|href)="|@import|url\(|https?://', page) and "prefers-color-scheme: dark" in page
     assert page.count("</script>") == 2  # the data close no script
     assert [model["label"] for model in data["models"]] == ["one", "two"]
     assert [model["heads"] for model in data["models"]] == [[4, 4], [2, 2]]
     assert [model["differential"] for model in data["models"]] == [[False, False], [True, True]]
+    needles = [(n, one) for n, one in enumerate(data["examples"]) if "needle" in one["spans"]]
     for i, model in enumerate(data["models"]):  # the head whose queries look most at the needles
-        masses = sum(
-            maps_of(data, n, i)[:, one["query"], slice(*one["spans"]["needle"])].sum(-1)
-            for n, one in enumerate(data["examples"])
-            if "needle" in one["spans"]
-        )
+        masses = sum(maps_of(data, n, i)[:, one["query"], slice(*one["spans"]["needle"])].sum(-1) for n, one in needles)
         layer, head = model["best"]
         assert masses[sum(model["heads"][:layer]) + head] == pytest.approx(masses.max(), abs=1e-3)
     titles = [example["title"] for example in data["examples"]]
@@ -137,8 +128,6 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
         probabilities = model.model(torch.from_numpy(tokens)[None])[0, -1].softmax(-1)
     assert guess == viewer.shown(model.tokenizer, int(probabilities.argmax()))
     assert share == pytest.approx(probabilities.max().item(), abs=1e-4)
-    printed = capsys.readouterr().out
-    assert f"viewer  {out}" in printed and "MB" in printed
 
 
 class Texts(HTMLParser):
@@ -163,13 +152,13 @@ class Texts(HTMLParser):
             self.texts[name] = self.texts.get(name, "") + data
 
 
-def test_a_browser_shows_the_numbers(dom, make_run, call, tmp_path):
-    runs, out = [make_run("one", "b"), make_run("two", "d")], tmp_path / "v.html"
-    call(viewer, f"runs=[{runs[0]},{runs[1]}]", f"out={out}")
-    address = f"file://{out}#example=1&query=50&a=0.1.2&b=1.0.all"
+def test_a_browser_shows_the_numbers_first_of_the_best_head_and_lambda_can_be_moved(dom, make_run, call, tmp_path):
+    two, one, out = make_run("two", "d"), make_run("one", "b"), tmp_path / "v.html"
+    call(viewer, f"runs=[{two},{one}]", f"out={out}")
+    address = f"file://{out}#example=1&query=50&a=1.1.2&b=0.0.all"
     texts, data = Texts(dom(address)).texts, data_of(out)
     assert texts["query"] == f"query 50: {data['examples'][1]['tokens'][50]}"
-    rows = [maps_of(data, 1, 0)[4 + 2, 50], maps_of(data, 1, 1)[:2, 50].mean(0)]  # layer 1 head 2; mean of layer 0
+    rows = [maps_of(data, 1, 1)[4 + 2, 50], maps_of(data, 1, 0)[:2, 50].mean(0)]  # layer 1 head 2; mean of layer 0
     for side, row in zip("AB", rows, strict=True):
         sums = re.search(r"The row sums to (\S+?)[,.](?: |$)", texts[f"says{side}"]).group(1)
         assert float(sums.replace("−", "-")) == pytest.approx(row.sum(), abs=6e-3)
@@ -179,12 +168,6 @@ def test_a_browser_shows_the_numbers(dom, make_run, call, tmp_path):
         for (_, mass), (start, stop) in zip(shown, spans.values(), strict=True):
             assert float(mass.replace("−", "-")) == pytest.approx(row[start : min(51, stop)].sum(), abs=6e-4)
         assert texts[f"tokens{side}"] == "".join(data["examples"][1]["tokens"])
-
-
-def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, call, tmp_path):
-    run, out = make_run("two", "d"), tmp_path / "v.html"
-    call(viewer, f"runs=[{run}]", f"out={out}")
-    data = data_of(out)
     layer, head = data["models"][0]["best"]
     add = "document.body.append(Object.assign(document.createElement('p'), {id: '%s', textContent: %s}));"
     script = f"const s = document.getElementById('lambdaA'); s.value = '0.5'; s.oninput(); {add % ('address', 'location.hash')}"
@@ -197,18 +180,10 @@ def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, 
     assert f"a=0.{layer}.{head}" in texts["address"]
 
 
-def test_examples_that_do_not_fit_are_refused(make_run, refused, tmp_path):
-    run, out = make_run("a"), tmp_path / "v.html"
-    assert "longer length" in refused(viewer, f"runs=[{run}]", f"out={out}", "length=20")
-    assert "give prompt=" in refused(viewer, f"runs=[{run}]", f"out={out}", f"prompt={'x' * 400}")
-    assert not out.exists()
-
-
-def test_runs_of_different_tokenizers_are_refused(make_run, refused, tmp_path):
-    from data.config import TokenizerConfig
-    from data.tokenizer import build_tokenizer
-
-    one, two = make_run("one"), make_run("two")
+def test_examples_that_do_not_fit_and_runs_of_different_tokenizers_are_refused(make_run, refused, tmp_path):
+    one, two, out = make_run("one"), make_run("two"), tmp_path / "v.html"
     build_tokenizer(TokenizerConfig(name="bpe", vocab_size=260), ["some text to learn from " * 20]).save(two)
-    reason = refused(viewer, f"runs=[{one},{two}]", f"out={tmp_path / 'v.html'}")
-    assert "tokenizer" in reason and not (tmp_path / "v.html").exists()
+    assert "longer length" in refused(viewer, f"runs=[{one}]", f"out={out}", "length=20")
+    assert "give prompt=" in refused(viewer, f"runs=[{one}]", f"out={out}", f"prompt={'x' * 400}")
+    assert "tokenizer" in refused(viewer, f"runs=[{one},{two}]", f"out={out}")
+    assert not out.exists()

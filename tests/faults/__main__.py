@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,30 +95,24 @@ def kill_evaluation(world: World, draw: random.Random) -> str:
     return "" if not code and evaluated(run) == evaluated(world.whole) else f"exit code {code}"
 
 
-def poison(kind: str, steps: set[int]) -> Callable[[], None]:
-    """What spoils the gradients, the loss or the weights of these steps (from 1), in the process that trains."""
+def poison(kind: str, steps: set[int]) -> None:
+    """Spoil the gradients, the loss or the weights of these steps (from 1), in the process that trains."""
+    clip, seen = torch.nn.utils.clip_grad_norm_, [0]
 
-    def install() -> None:
-        import torch
+    def spoiled(parameters: object, limit: float) -> torch.Tensor:
+        parameters = [p for p in parameters if p.grad is not None]
+        seen[0] += 1
+        if seen[0] in steps:
+            target = parameters[seen[0] % len(parameters)]
+            if kind == "weight":
+                target.data[(0,) * target.dim()] = float("nan")
+            elif kind == "spike":
+                target.grad *= 1e9
+            else:
+                target.grad[(0,) * target.dim()] = float(kind)
+        return clip(parameters, limit)
 
-        clip, seen = torch.nn.utils.clip_grad_norm_, [0]
-
-        def spoiled(parameters: object, limit: float) -> torch.Tensor:
-            parameters = [p for p in parameters if p.grad is not None]
-            seen[0] += 1
-            if seen[0] in steps:
-                target = parameters[seen[0] % len(parameters)]
-                if kind == "weight":
-                    target.data[(0,) * target.dim()] = float("nan")
-                elif kind == "spike":
-                    target.grad *= 1e9
-                else:
-                    target.grad[(0,) * target.dim()] = float(kind)
-            return clip(parameters, limit)
-
-        torch.nn.utils.clip_grad_norm_ = spoiled
-
-    return install
+    torch.nn.utils.clip_grad_norm_ = spoiled
 
 
 def inject(world: World, draw: random.Random) -> str:
@@ -125,9 +120,7 @@ def inject(world: World, draw: random.Random) -> str:
     run, kind = world.fresh("injected"), draw.choice(("nan", "inf", "-inf", "spike", "weight"))
     first = draw.randint(1, STEPS)
     steps = set(range(first, min(STEPS, first + draw.choice((0, 0, 1, 5))) + 1))
-    start = world.log.stat().st_size
-    code = call("train", world.train(run, "nonfinite=4"), world.log, poison(kind, steps))
-    text = ends.logged(world, start)
+    code, text = call("train", world.train(run, "nonfinite=4"), world.log, partial(poison, kind, steps)), ends.logged(world)
     errors = len(re.findall(r"^error: ", text, re.M))
     if not all_finite(run) or "Traceback" in text:
         return f"{kind} at {sorted(steps)}: a harmed checkpoint, or a traceback"
@@ -151,9 +144,8 @@ def damage(world: World, draw: random.Random) -> str:
         DAMAGES[kind](newest)
     except KeyError:  # this model has no such tensor
         (newest / "model.safetensors").write_bytes(b"")
-    start = world.log.stat().st_size
     code = call("train", world.train(run, "resume=true"), world.log)
-    warnings = ends.logged(world, start).count("warning: ")
+    warnings = ends.logged(world).count("warning: ")
     return compared(run, world.whole, code) or ("" if warnings == 1 else f"{kind}: {warnings} warnings")
 
 

@@ -1,5 +1,6 @@
 """Ends of a training run before the last step: each scenario returns "" where it ended as it must, else what is wrong."""
 
+import fcntl
 import os
 import re
 import resource
@@ -9,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from data import loader
 from tests.faults.runs import World, call, compared, ending, launch, wait
+from training import checkpoint
 from training.checkpoint import checkpoints
-
-WEIGHTS = "model.safetensors"
 
 LONG = ("steps=100000", "checkpoint.every=0")
 
@@ -35,8 +36,6 @@ def started(run: Path, lines: int = 4) -> Callable[[], bool]:
 
 def slow() -> None:
     """A run that a signal finds under way."""
-    from data import loader
-
     real = loader.Loader.__call__
     loader.Loader.__call__ = lambda self, step, micro=0: time.sleep(0.1) or real(self, step, micro)
 
@@ -64,7 +63,8 @@ def by_signal(number: int) -> Callable[[World], str]:
         if code != 128 + number or not checkpoints(run) or marker.exists() != (number == signal.SIGUSR1):
             return f"exit code {code}, {len(checkpoints(run))} checkpoints, queued again: {marker.exists()}"
         code = call("train", arguments, world.log)
-        return "" if not code and ending(world.whole)[WEIGHTS] == ending(run)[WEIGHTS] else f"resumed: exit code {code}"
+        weights, wanted = (ending(ended)["model.safetensors"] for ended in (run, world.whole))
+        return "" if not code and weights == wanted else f"resumed: exit code {code}"
 
     return scenario
 
@@ -73,8 +73,6 @@ def second_signal(world: World) -> str:
     """A second one ends at once, even while a checkpoint is written."""
 
     def never() -> None:
-        from training import checkpoint
-
         checkpoint.save_file = lambda *_: time.sleep(60)
 
     run = world.fresh("end")
@@ -99,8 +97,6 @@ def into_pipe(world: World, run: Path, prepare: Callable[[int], None], *more: st
 
 def full_pipe(world: World) -> str:
     """Nobody reads the output: the run stands still until a signal ends it, with a checkpoint."""
-    import fcntl
-
     run = world.fresh("end")
     process, end = into_pipe(world, run, lambda fd: fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 4096), *LONG)
     until(started(run, 2))  # poll takes a pipe of one page for full after its first line
@@ -127,9 +123,8 @@ def hangup_and_second_trainer(world: World) -> str:
     until(started(run))
     os.kill(process, signal.SIGHUP)
     until(lambda: checkpoints(run))
-    start = world.log.stat().st_size
     second = call("train", world.train(run, *LONG, "resume=true"), world.log)
-    refused = second == 2 and "is in use: another process" in logged(world, start)
+    refused = second == 2 and "is in use: another process" in logged(world)
     os.kill(process, signal.SIGINT)
     code = wait(process)
     return "" if refused and code == 130 and len(checkpoints(run)) == 2 else f"second {second}, first {code}"

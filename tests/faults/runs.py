@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -52,26 +53,14 @@ def launch(module: str, arguments: list[str], log: Path, before: Callable[[], No
         os._exit(code)
 
 
-def launch_two(
-    arguments: list[str], log: Path, others: tuple[str, ...] = (), before: Callable[[int], None] = lambda rank: None
-) -> list[int]:
-    """Start `train` in two forks that find each other as those of torchrun do, after before(rank) there.
-
-    others: more arguments of the second process alone.
-    """
+def launch_two(arguments: list[str], log: Path, others: tuple[str, ...] = ()) -> list[int]:
+    """Start `train` in two forks that find each other as those of torchrun do. others: arguments of the second alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     about = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-    def member(rank: int) -> int:
-        def prepare() -> None:
-            os.environ.update(about, RANK=str(rank), LOCAL_RANK=str(rank))
-            before(rank)
-
-        return launch("train", [*arguments, *others * rank], log, prepare)
-
-    return [member(0), member(1)]
+    prepare = [partial(os.environ.update, about, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    return [launch("train", [*arguments, *others * rank], log, prepare[rank]) for rank in (0, 1)]
 
 
 def wait(process: int, limit: float = 120.0) -> int:
@@ -97,7 +86,7 @@ class World:
     """What all trials share in `folder`: prepared text, a finished run, its evaluation, and how long each of them takes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, folder / "log.txt"
+        self.folder, self.log, self.shards, self.whole = folder, folder / "log.txt", folder / "shards", folder / "whole"
         folder.mkdir(parents=True, exist_ok=True)
         draw = random.Random(0)
         lines = [json.dumps({"text": " ".join(draw.choices(WORDS, k=60)) + "."}) for _ in range(400)]
@@ -113,19 +102,10 @@ class World:
                 raise SystemExit(f"{name} without a fault ended with {code}:\n{self.log.read_text()}")
             self.seconds[name] = time.monotonic() - begin
 
-    @property
-    def shards(self) -> Path:
-        return self.folder / "shards"
-
-    @property
-    def whole(self) -> Path:
-        return self.folder / "whole"
-
     def prepare(self, shards: Path) -> list[str]:
-        text = f"path={self.folder / 'tiny.jsonl'}"
         return [
             "data=text", "data.name=tiny", f"data.dir={shards}", "data.tokenizer.name=bytes", "data.val_fraction=0.1",
-            "data.shard_tokens=9000", text,
+            "data.shard_tokens=9000", f"path={self.folder / 'tiny.jsonl'}",
         ]  # fmt: skip
 
     def train(self, run: Path, *more: str) -> list[str]:

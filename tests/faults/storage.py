@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tests.faults.ends import logged, slow, until
@@ -19,10 +20,6 @@ def main() -> None:
     """The command of a reader: load the run sys.argv[1] over and over, until its step is sys.argv[2]."""
     while load_run(sys.argv[1]).step < int(sys.argv[2]):
         pass
-
-
-def refusal(code: int) -> OSError:
-    return OSError(code, os.strerror(code))
 
 
 def bad_error(text: str) -> str:
@@ -38,33 +35,29 @@ def ended(world: World, run: Path, code: int, text: str) -> str:
     return compared(run, world.whole, call("train", world.train(run, "resume=true"), world.log))
 
 
-def failing_sync(code: int, refused: Callable[[int], bool]) -> Callable[[], None]:
-    """What lets fsync of a handle fail where refused(handle), in the process of a command."""
+def failing_sync(code: int, refused: Callable[[int], bool]) -> None:
+    """Let fsync of a handle fail where refused(handle), in the process of a command."""
+    real = os.fsync
 
-    def install() -> None:
-        real = os.fsync
+    def fsync(handle: int) -> None:
+        if refused(handle):
+            raise OSError(code, os.strerror(code))
+        real(handle)
 
-        def fsync(handle: int) -> None:
-            if refused(handle):
-                raise refusal(code)
-            real(handle)
-
-        os.fsync = fsync
-
-    return install
+    os.fsync = fsync
 
 
 def unsynced_folder(world: World, draw: random.Random) -> str:
     """No folder can be synced, as on CIFS and sshfs."""
-    run = world.fresh("unsynced")
-    failing = failing_sync(draw.choice((errno.EINVAL, errno.ENOTSUP)), lambda handle: stat.S_ISDIR(os.fstat(handle).st_mode))
+    run, code = world.fresh("unsynced"), draw.choice((errno.EINVAL, errno.ENOTSUP))
+    failing = partial(failing_sync, code, lambda handle: stat.S_ISDIR(os.fstat(handle).st_mode))
     return compared(run, world.whole, call("train", world.train(run), world.log, failing))
 
 
 def unsynced_file(world: World, draw: random.Random) -> str:
     """From some file on, none can be synced: one line names it."""
     run, left = world.fresh("unsynced"), iter(range(draw.randrange(5 * STEPS - 5)))
-    failing = failing_sync(errno.EIO, lambda _: next(left, None) is None)
+    failing = partial(failing_sync, errno.EIO, lambda _: next(left, None) is None)
     code, text = call("train", world.train(run), world.log, failing), logged(world)
     return f"no file named: {text[-300:]}" if f"'{run}/" not in text else ended(world, run, code, text)
 
@@ -79,7 +72,7 @@ def undeletable(world: World, draw: random.Random) -> str:
 
         def refused(*paths: Path, **options: bool) -> object:
             if str(paths[-1]).endswith(".old.part") and next(failures, None) is not None:
-                raise refusal(errno.EBUSY)
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
             return real(*paths, **options)
 
         setattr(owner, name, refused)
@@ -129,7 +122,7 @@ def unwritten(world: World, draw: random.Random) -> str:
     """An evaluation cannot write: it prints its result, and one line."""
     run, code = world.fresh("unwritten"), draw.choice((errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT))
     shutil.copytree(world.whole, run, ignore=shutil.ignore_patterns("eval", "figures"))
-    failing = failing_sync(code, lambda _: True)
+    failing = partial(failing_sync, code, lambda _: True)
     ends, first = call("eval.perplexity", world.evaluate(run), world.log, failing), logged(world)
     start = world.log.stat().st_size
     if ends != 2 or bad_error(first) or list(run.glob("eval/*")):

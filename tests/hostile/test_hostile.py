@@ -6,7 +6,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from data.config import DataConfig
+from data.prepare import prepare
 from data.shards import PROGRESS
 from model.interop.format import Weights
 from tests.hostile.conftest import read_text
@@ -33,15 +34,11 @@ def damaged(content: bytes) -> bytes:
     return content[:middle] + b"\xff\x00\xaa\x55" * 8 + content[middle + 32 :]
 
 
-def lying(change: Callable[[dict], object]) -> Callable[[bytes], bytes]:
+def lying(change: Callable[[dict], object], content: bytes) -> bytes:
     """A JSON file with a change."""
-
-    def lie(content: bytes) -> bytes:
-        whole = json.loads(content)
-        change(whole)
-        return json.dumps(whole).encode()
-
-    return lie
+    whole = json.loads(content)
+    change(whole)
+    return json.dumps(whole).encode()
 
 
 def header(**ints: int) -> bytes:
@@ -52,20 +49,14 @@ def header(**ints: int) -> bytes:
     return values.tobytes() + bytes(2000)
 
 
-def safetensors(length: int, content: bytes = b"{}") -> bytes:
-    return struct.pack("<Q", length) + content
-
-
 RANDOM = np.random.default_rng(0).bytes(100_000).hex().encode()
 NO_JSON = [b"[]", b"{", b"\x00"]
 WEIGHTS = [
-    safetensors(2**63),
-    safetensors(2**30),
-    safetensors(5000),
-    safetensors(4, b"\xff\x00\xff\x00"),
-    safetensors(72, b'{"a":{"dtype":"F32","shape":[9999,9999],"data_offsets":[0,399920004]}}  '),
-    safetensors(63, b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}        ') + bytes(4),
-    safetensors(63, b'{"a":{"dtype":"X99","shape":[1],"data_offsets":[0,4]}}         ') + bytes(4),
+    *(struct.pack("<Q", length) + b"{}" for length in (2**63, 2**30, 5000)),
+    struct.pack("<Q", 4) + b"\xff\x00\xff\x00",
+    struct.pack("<Q", 72) + b'{"a":{"dtype":"F32","shape":[9999,9999],"data_offsets":[0,399920004]}}  ',
+    struct.pack("<Q", 63) + b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}        ' + bytes(4),
+    struct.pack("<Q", 63) + b'{"a":{"dtype":"X99","shape":[1],"data_offsets":[0,4]}}         ' + bytes(4),
     pickle.dumps({"a": 1}),
     b"",
 ]
@@ -79,12 +70,12 @@ FILES: dict[str, dict[str, list[bytes | Callable[[bytes], bytes]]]] = {
     },
     "shards/meta.json": {
         "": [
-            lying(lambda meta: meta["splits"]["train"]["shards"][0].update(file="train_000009.bin")),
-            lying(lambda meta: meta["tokenizer"].update(fingerprint="00" * 32)), b"[]", b"\xdc\xff",
+            partial(lying, lambda meta: meta["splits"]["train"]["shards"][0].update(file="train_000009.bin")),
+            partial(lying, lambda meta: meta["tokenizer"].update(fingerprint="00" * 32)), b"[]", b"\xdc\xff",
         ],
     },
     "shards/tokenizer.json": {
-        "": [lying(lambda c: c.update(name="../../etc/passwd")), lying(lambda c: c.update(fingerprint="00"))],
+        "": [partial(lying, lambda c: c.update(name="../../etc/passwd")), partial(lying, lambda c: c.update(fingerprint="00"))],
         "prepare the data again": [b"[]", b"{"],
     },
     "run/eval/perplexity.json": {"repeat the evaluation": [b"{}", b'{"results": 5}', *NO_JSON]},
@@ -144,18 +135,18 @@ def test_parquet(tmp_path, column):
 
 @pytest.mark.parametrize("text", ['{"request": {}, "splits": 5}', '{"splits": {}}', "[]"])
 def test_progress(tmp_path, text):
-    from data.prepare import prepare
-
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROGRESS).write_text(text)
     refused(lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out"))))
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(tmp_path, number):
-    save_file({"a": torch.full((2,), number)}, tmp_path / "model.safetensors")
-    refused(lambda: Weights(tmp_path), "NaN")
+def test_weights_that_are_no_numbers_and_pickled_weights_are_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
+    refused(lambda: Weights(tmp_path), "which can run code")
+    for number in (float("nan"), float("inf")):
+        save_file({"a": torch.full((2,), number)}, tmp_path / "model.safetensors")
+        refused(lambda: Weights(tmp_path), "NaN")
 
 
 @pytest.mark.parametrize("text", ["[]", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../../b"}}'])
@@ -165,8 +156,3 @@ def test_index(tmp_path, text):
     save_file({"a": torch.ones(2)}, tmp_path / "b")  # sound, so only its place is wrong
     (folder / "model.safetensors.index.json").write_text(text)
     refused(lambda: Weights(folder))
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
-    refused(lambda: Weights(tmp_path), "which can run code")

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.holdout import measure  # noqa: E402
 from data.loader import Loader, Windows, permute  # noqa: E402
 from data.retrieval import RetrievalSource, cities  # noqa: E402
-from data.shards import Shard, write_shard  # noqa: E402
+from data.shards import Shard, TextTokens, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 
 settings.register_profile("suite", deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -47,29 +48,18 @@ def test_an_order_is_a_permutation(n, seed):
     assert sorted(permute(index, n, seed) for index in range(n)) == list(range(n))
 
 
-class Numbers:
-    """Each sample is its number."""
-
-    def sample(self, index: int, seed: int) -> np.ndarray:
-        return np.array([index, seed])
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.integers(0, 50))
 def test_batches_are_the_same_for_every_world(world, micros, micro_batch, step, seed):
-    batch = world * micros * micro_batch
-    whole = Loader(Numbers(), batch, seed)(step)
-    parts = [Loader(Numbers(), batch, seed, rank, world, micro_batch) for rank in range(world)]
+    batch, numbers = world * micros * micro_batch, SimpleNamespace(sample=lambda *number: np.array(number))
+    whole = Loader(numbers, batch, seed)(step)
+    parts = [Loader(numbers, batch, seed, rank, world, micro_batch) for rank in range(world)]
     together = np.concatenate([part(step, micro) for part in parts for micro in range(micros)])
     assert np.array_equal(together, whole) and whole[0, 0] == step * batch
 
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(1, 10))
 def test_windows_use_every_target_once(lengths, length):
-    class Text(np.ndarray):
-        def read(self, start: int, stop: int) -> np.ndarray:
-            return np.asarray(self[start:stop])
-
-    texts = [np.arange(1000 * i, 1000 * i + n).view(Text) for i, n in enumerate(lengths)]
+    texts = [TextTokens(np.arange(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
     if all(n <= length for n in lengths):
         with pytest.raises(ValueError, match="too short"):
             Windows(texts, length)
@@ -93,11 +83,8 @@ def test_nothing_is_lost_between_training_and_validation(texts, fraction):
 
 @given(st.integers(1, 8), st.integers(0, 100), st.integers(2, 9), st.integers(0, 2**32), st.integers(0, 2**40))
 def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits, seed, index):
-    class Text:
-        def sample(self, index: int, seed: int) -> np.ndarray:
-            return np.full(513, ord("x"))
-
-    source = RetrievalSource(RetrievalMixConfig(50, dense, needles, digits), Text(), BYTES, 512)
+    hay = SimpleNamespace(sample=lambda index, seed: np.full(513, ord("x")))
+    source = RetrievalSource(RetrievalMixConfig(50, dense, needles, digits), hay, BYTES, 512)
     row = source.sample(index, seed)
     assert row.shape == (513,) and row[0] == BYTES.eot and row.max() <= BYTES.eot and row.min() >= 0
     assert np.array_equal(row, source.sample(index, seed))

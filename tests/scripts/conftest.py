@@ -10,9 +10,11 @@ from ablation import jobs
 from tests.conftest import Typed, assert_one_line_error
 from tests.processes import Command
 
+Call = Callable[..., str]
+
 
 @pytest.fixture
-def call(request: pytest.FixtureRequest, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def call(request: pytest.FixtureRequest, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> Call:
     """call("key=value") -> what the test module's SCRIPT printed; the error line where it was refused."""
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Command, STDOUT=subprocess.STDOUT))
 

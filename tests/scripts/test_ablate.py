@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +21,9 @@ from ablation.results import Results
 from ablation.study import PlannedRun
 from configs.files import write_json
 from eval.report.runs import DIVERGED
-from tests.conftest import TINY, WORDS, Typed
+from tests.conftest import TINY, WORDS
 from tests.processes import Command
-from tests.scripts.conftest import quoted
+from tests.scripts.conftest import Call, quoted
 
 SCRIPT = "scripts/ablate.py"
 
@@ -52,9 +51,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "draw", lambda self, folder: [])
 
 
-def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(
-    shards: Path, tmp_path: Path, call: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(shards: Path, tmp_path: Path, call: Call) -> None:
     arms = {
         "baseline": ["model=baseline"],
         "crippled": ["model=baseline", "optim.lr=0"],
@@ -90,9 +87,8 @@ def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(
     assert "baseline-s1 was started with optim.lr=0.01 (now 0.02)" in wrong and wrong.endswith("start anew with name=OTHER")
 
 
-def test_interrupted_it_goes_on_and_repeats_what_is_stale(
-    shards: Path, tmp_path: Path, call: Callable[..., str], typed: Typed, monkeypatch: pytest.MonkeyPatch, unseen: None
-) -> None:
+@pytest.mark.usefixtures("unseen")
+def test_interrupted_it_goes_on_and_repeats_what_is_stale(shards: Path, tmp_path: Path, call: Call, typed, monkeypatch) -> None:
     arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", 'evaluations=["perplexity tokens=512"]')
 
     def stopped(*given: Any, **options: Any) -> Command:
@@ -110,21 +106,11 @@ def test_interrupted_it_goes_on_and_repeats_what_is_stale(
     assert log.read_text().count("$ python") == 3  # train, train, evaluate
     assert json.loads(result.read_text())["results"]["tokens"] == 512
     # The evaluation's settings change: it alone is repeated. A damaged result counts as none.
-    call(*in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"))
+    fewer = in_words(arguments, "perplexity tokens=512", "perplexity tokens=256")
+    call(*fewer)
     assert log.read_text().count("$ python") == 4 and json.loads(result.read_text())["results"]["tokens"] == 256
     result.write_text('{"step": 8, "config": null}')
-    assert "1 runs, 0 of them finished" in call(
-        *in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"), "run=false"
-    )
-
-
-@pytest.fixture(scope="session")
-def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text in the words of the training text, but not in their order."""
-    draw = random.Random(1)
-    path = tmp_path_factory.mktemp("other") / "other.txt"
-    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=60)) for _ in range(40)))
-    return path
+    assert "1 runs, 0 of them finished" in call(*fewer, "run=false")
 
 
 def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *more: str) -> list[str]:
@@ -139,8 +125,7 @@ def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *mor
 def made_up(run: PlannedRun, shards: Path) -> None:
     """What train.py and the evaluations leave of a run: losses that only the rate and the gate decide; best at 0.02."""
     loss = 3 + abs(math.log(run.config.optim.lr / 0.02)) + 0.1 * ("gated" in run.arm)
-    checkpoint = run.folder / "checkpoints" / f"step_{run.config.steps:08d}"
-    checkpoint.mkdir(parents=True)
+    (run.folder / "checkpoints" / f"step_{run.config.steps:08d}").mkdir(parents=True)
     shutil.copy(shards / "tokenizer.json", run.folder)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(asdict(run.config)))
     end = {"step": run.config.steps, "tokens": 512 * run.config.steps, "loss": loss, "val_loss": loss, "time_s": 1.0}
@@ -150,10 +135,11 @@ def made_up(run: PlannedRun, shards: Path) -> None:
         write_json(run.folder / "eval" / f"{one.file}.json", content)
 
 
-def test_tuning_makes_equal_arms_equal(
-    shards: Path, other_text: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch, unseen: None
-) -> None:
+@pytest.mark.usefixtures("unseen")
+def test_tuning_makes_equal_arms_equal(shards: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse."""
+    draw, other_text = random.Random(1), tmp_path / "other.txt"  # in the words of the training text, but not in their order
+    other_text.write_text("\n".join(" ".join(draw.choices(WORDS, k=60)) for _ in range(40)))
     monkeypatch.setattr(jobs.Pool, "carry_out", lambda pool, run, env: made_up(run, shards))
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
     arguments, folder = tuned(shards, tmp_path, other_text, arms), tmp_path / "toy"
@@ -192,14 +178,11 @@ def test_tuning_makes_equal_arms_equal(
     assert "3 runs (and 1 of arms that are not tuned yet), 2 of them finished" in partial
     assert "partial: 2 runs are missing" in partial
     # Nothing of another study is there: run=false trains nothing.
-    assert "9 runs left" in call(*arguments, "name=nothing", "run=false") and not list(
-        (tmp_path / "nothing").rglob("metrics.jsonl")
-    )
+    assert "9 runs left" in call(*arguments, "name=nothing", "run=false")
+    assert not list((tmp_path / "nothing").rglob("metrics.jsonl"))
 
 
-def test_a_failed_run_is_named_and_a_text_that_was_trained_on_is_no_test(
-    shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
-) -> None:
+def test_a_failed_run_is_named_and_a_text_that_was_trained_on_is_no_test(shards, text_file, tmp_path, call: Call) -> None:
     refused = call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}))
     assert "texts.other" in refused and "give a text that is not part of the training text" in refused
     broken = tmp_path / "shards"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,12 +24,10 @@ from training.distributed import World
 CPU = World(0, 1, torch.device("cpu"))
 TINY = {"rounds": 2, "device": "cpu", "dtype": "float32", "heads": 4, "width": 8, "batch": 2}
 NANOGPT = """
+from types import SimpleNamespace as GPTConfig
+
 import torch
 from torch import nn
-
-class GPTConfig:
-    def __init__(self, **shape):
-        self.__dict__.update(shape)
 
 class GPT(nn.Module):
     def __init__(self, c):
@@ -47,8 +46,7 @@ class GPT(nn.Module):
 
 
 def tiny(what: str, **changes: object) -> BenchConfig:
-    model = DecoderConfig(n_layer=2, n_head=8, d_model=64, context=128)
-    return BenchConfig(what=what, model=model, **TINY | changes)
+    return BenchConfig(what=what, model=DecoderConfig(n_layer=2, n_head=8, d_model=64, context=128), **TINY | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -115,18 +113,16 @@ def test_memory_is_the_peak_of_the_op_alone() -> None:
 
 @pytest.mark.parametrize("variant", models.model_files())
 def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
-    cfg = tiny("attention", heads=8)
+    cfg, seen = tiny("attention", heads=8), []
     if models.mixed(cfg, variant):
         with pytest.raises(ValueError, match="several variants"):
             AttentionArm(cfg, variant, "auto", 12, CPU)
         return
     arm = AttentionArm(cfg, variant, "auto", 12, CPU)
-    seen = []
     with torch.no_grad(), attention.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]):
         arm.module(arm.x, *arm.rest)
-    outputs = arm.op()
-    assert len(outputs) == len(seen) > 0
-    for ours, its in zip(outputs, seen, strict=True):
+    assert len(seen) > 0
+    for ours, its in zip(arm.op(), seen, strict=True):
         torch.testing.assert_close(ours, its, rtol=0, atol=0)
     assert diff.attend_diff is backends.attend_diff  # the facade is whole again
     for measure in AttentionArm.MEASURES:
@@ -144,9 +140,7 @@ def here(processes: object, build: Callable, *arguments: object) -> Callable:
     return ask
 
 
-def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(training, "remote_step", here)
     monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
     cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
@@ -159,9 +153,8 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     cfg.model.vocab_size, cfg.model.context = 96, 16
     rows = training.train(cfg, CPU)
     dtypes = dict.fromkeys(["float32", str(training.pick_dtype("auto", CPU.device)).removeprefix("torch.")])
-    assert [tuple(row.labels.values()) for row in rows] == [
-        (code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")
-    ]
+    wanted = [(code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")]
+    assert [tuple(row.labels.values()) for row in rows] == wanted
     assert not capsys.readouterr().out  # the lines that the peer prints do not stand in our table
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         ratios = sorted(a / b for a, b in zip(its.seconds["tokens/s"], ours.seconds["tokens/s"], strict=True))
@@ -171,7 +164,7 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
         # nanoGPT's state is its parameters and AdamW's two moments of each, beside steps counted in one float per tensor
         assert its.facts["memory (MB)"] == pytest.approx(100 + 3 * 4 * 2 * 96 * 64 / 1e6, abs=1e-4)
         assert ours.facts["memory / nanoGPT"] == ours.facts["memory (MB)"] / its.facts["memory (MB)"]
-    best = min((row for row in rows[::2]), key=lambda row: timing.median(row.seconds["tokens/s"]))
+    best = min(rows[::2], key=lambda row: timing.median(row.seconds["tokens/s"]))
     of_best = timing.median(paired_ratios(rows[1], best, "tokens/s"))
     assert rows[1].facts["speed / nanoGPT, fastest mode"] == pytest.approx(of_best)
 
@@ -212,13 +205,9 @@ def test_loader_reads_both_widths_and_retrieval_documents(monkeypatch: pytest.Mo
 
 
 def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(data, "TEXT", (CONFIG_DIR / "__init__.py").read_text())
-    monkeypatch.setattr(data, "COPIES", 2)
-    monkeypatch.setattr(data, "VOCABULARY", 400)
+    monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", Mock(side_effect=OSError("no network")))
+    for name, value in (("TEXT", (CONFIG_DIR / "__init__.py").read_text()), ("COPIES", 2), ("VOCABULARY", 400)):
+        monkeypatch.setattr(data, name, value)
     rows = data.tokenizer(tiny("tokenizer"), CPU)
     ways = ("tiktoken alone", "our tokenizer", "data.prepare")
     assert [tuple(row.labels.values()) for row in rows[:-1]] == [(name, way) for name in ("bytes", "bpe") for way in ways]

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from eval.perplexity import cut_windows, evaluate
 from model.decoder import Decoder
 from scripts import convert
 from tests.conftest import run_command, train_arguments
+from tests.eval.conftest import edit
+from tests.scripts.conftest import Call
 from tests.variants import stirred
 from training.checkpoint import load_run, save
 
@@ -42,7 +43,7 @@ def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(call: Callable[..., str]) -> Callable[..., str]:
+def call(call: Call) -> Call:
     """The fixture `call` on the CPU, with every value in Hydra's quotes."""
     return lambda *arguments: call("device=cpu", *(a if a.endswith("]") else composing.quoted(a) for a in arguments))
 
@@ -62,7 +63,7 @@ def loss(path: Path) -> float:
     return evaluate(run.model, windows, run.tokenizer.byte_lengths())["loss"]
 
 
-def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tmp_path: Path, call: Call) -> None:
     out = tmp_path / "zero"
     printed = call(f"source={source}", f"run_dir={out}", "debug=true", "tokens=640", "prompt=the quick")
     record = record_of(out)
@@ -91,11 +92,10 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tm
     assert after.config["optim"] == run.config["optim"] | {"warmup": 1, "lr": 1e-3}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["to=diff_v2"], ["heads=split"], ["to=same"], ["to=dex"], ["init=mirror"], ["sublayer_norm=true", "second=random"]],
-    ids=lambda options: options[0],
-)
+MODES = (["to=diff_v2"], ["heads=split"], ["to=same"], ["to=dex"], ["init=mirror"], ["sublayer_norm=true", "second=random"])
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda options: options[0])
 def test_every_mode_is_written(options: list[str], source: Path, tmp_path: Path, call) -> None:
     out = tmp_path / "run"
     printed = call(f"source={source}", f"run_dir={out}", "tokens=640", *options)
@@ -108,7 +108,7 @@ def test_every_mode_is_written(options: list[str], source: Path, tmp_path: Path,
     assert not [word for word in printed_command(printed) if word.startswith("model") and "lambda_warmup" not in word]
 
 
-def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
+def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Call) -> None:
     out, other = f"run_dir={tmp_path / 'out'}", tmp_path / "other"
     shutil.copytree(shards, other)
     (other / "tokenizer.json").unlink()
@@ -125,14 +125,10 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, 
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_a_differential_run_is_not_converted_again_and_without_its_text_random_tokens_are_compared(
-    source: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_a_differential_run_is_refused_and_without_its_text_random_tokens_are_compared(source, tmp_path, call) -> None:
     alone, one, two = (tmp_path / name for name in ("alone", "one", "two"))
     shutil.copytree(source, alone)
-    config = yaml.safe_load((alone / "config.yaml").read_text())
-    config["data"]["dir"] = str(tmp_path / "gone")
-    (alone / "config.yaml").write_text(yaml.safe_dump(config))
+    edit(alone / "config.yaml", "data.dir", str(tmp_path / "gone"))
     call(f"source={alone}", f"run_dir={one}")
     record = record_of(one)
     assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
@@ -167,7 +163,7 @@ def test_axolotls_file_converts_and_is_written_back(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [["init=mirror"], ["to=diff_v2"]], ids=lambda o: o[0])
-def test_a_transformers_folder_keeps_its_logits(options: list[str], tmp_path: Path, call: Callable) -> None:
+def test_a_transformers_folder_keeps_its_logits(options: list[str], tmp_path: Path, call: Call) -> None:
     """What save_pretrained writes for a random Llama with grouped keys, in bfloat16, whose vocabulary is padded."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     folder, out = tmp_path / "hf", tmp_path / "llama"

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,8 +41,7 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     [("interleaved", ("to=llama",), "llama"), ("diff", (), "diffllama"), ("introspective", (), "remote")],
 )
 def test_a_run_becomes_a_folder_of_transformers(variant: str, to: tuple, form: str, call, tmp_path: Path) -> None:
-    model = make_run(tmp_path / "run", variant)
-    out = tmp_path / "out" / "folder"
+    model, out = make_run(tmp_path / "run", variant), tmp_path / "out" / "folder"
     printed = call(f"run={tmp_path}/run", f"out={out}", *to)
     assert f"at step 10 as {form}; logits differ from the run's by at most " in printed
     assert ("trust_remote_code=True" in printed) == (form == "remote") and "AutoTokenizer" in printed
@@ -91,19 +90,15 @@ def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
 def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def upload(folder_path: str, **options: object) -> None:
-        if len(uploaded) > 2:
-            raise RuntimeError("403 for Authorization: Bearer hf_secret")
-        uploaded.append(sorted(path.name for path in Path(folder_path).iterdir()))
-
     make_run(tmp_path / "run", "diff")
-    run, uploaded = f"run={tmp_path}/run", []
-    hub = SimpleNamespace(create_repo=lambda *a, **o: uploaded.append((a, o)), upload_folder=upload)
+    run, hub, seen = f"run={tmp_path}/run", Mock(), []
+    hub.upload_folder.side_effect = lambda folder_path, **options: seen.extend(path.name for path in folder_path.iterdir())
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     printed = call(run, f"out={tmp_path}/one", "check=false", "push=me/small.model")
-    assert "uploaded to https://huggingface.co/me/small.model" in printed
-    assert uploaded[0] == (("me/small.model",), {"private": True, "exist_ok": True}) and "README.md" in uploaded[1]
+    assert "uploaded to https://huggingface.co/me/small.model" in printed and "README.md" in seen
+    hub.create_repo.assert_called_once_with("me/small.model", private=True, exist_ok=True)
     assert "from_pretrained('me/small.model')" in (tmp_path / "one" / "README.md").read_text()
+    hub.upload_folder.side_effect = RuntimeError("403 for Authorization: Bearer hf_secret")
     printed = call(run, f"out={tmp_path}/two", "check=false", "push=me/small")
     assert "the upload failed (RuntimeError): type `hf auth login`" in printed and "secret" not in printed
     assert (tmp_path / "two" / "model.safetensors").is_file()

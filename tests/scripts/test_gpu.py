@@ -12,6 +12,7 @@ from typing import IO
 import pytest
 import torch
 from omegaconf import OmegaConf
+from pytest import CaptureFixture, MonkeyPatch
 
 from configs import CONFIG_DIR
 from scripts import gpu
@@ -34,9 +35,7 @@ class Forked(Command):
     returncode = property(poll)
 
 
-def test_the_stand_ins_run_and_leave_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_stand_ins_run_and_leave_their_files(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     """All stages but mfu, whose bench test_bench.py runs. A stopped run is resumed; every arm has its seeds."""
     monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=Forked, run=subprocess.run))
     code = gpu.main(["tiny=true", f"out={tmp_path}", "stages=kernel,attention,training"])
@@ -44,9 +43,8 @@ def test_the_stand_ins_run_and_leave_their_files(
     assert code == 0, printed
     visit = json.loads((tmp_path / "visit.json").read_text())
     assert visit["machine"]["torch"] == torch.__version__ and set(visit["kernel"].values()) == {"PASSED"}
-    assert all(
-        visit["training"][f"{arm}-s{seed}"]["val_loss"] > 0 for arm in ("baseline", "half_heads_norm") for seed in (1, 2)
-    )
+    runs = [f"{arm}-s{seed}" for arm in ("baseline", "half_heads_norm") for seed in (1, 2)]
+    assert all(visit["training"][run]["val_loss"] > 0 for run in runs)
     assert visit["processes"]["resume diff stopped"]["code"] == 143 and visit["resume"]["diff-s1"]["resumed_at"] >= 20
     assert visit["benches"]["attention_T_64"]["results"]["rows"][0]["seconds"]
     assert "==== training baseline\n" in (tmp_path / "visit.log").read_text()
@@ -55,7 +53,7 @@ def test_the_stand_ins_run_and_leave_their_files(
     assert "| less baseline |" in printed and " tests, 0 failed" in printed and "| variant " in printed
 
 
-def test_a_wrong_option_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_wrong_option_is_refused_in_a_line(monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options, says in (
         (["mintues=3"], "'mintues=3' is not an option: use minutes=, out="),
@@ -84,8 +82,8 @@ def test_the_plan_of_a_card_has_tests_and_arms_that_exist() -> None:
         file, _, selection = gpu.shlex.split(arguments)
         names = [word for word in selection.split() if word not in ("or", "and")]
         assert all(name in (gpu.ROOT / file).read_text() for name in names if name not in ("V1", "V2")), arguments
-    assert list(plan["training"]) == list(plan["warm"])
-    assert list(plan["training"]) == ["baseline", "diff", "diff_v2", "half_heads_norm", "baseline_head_norm"]
+    arms = ["baseline", "diff", "diff_v2", "half_heads_norm", "baseline_head_norm"]
+    assert list(plan["training"]) == list(plan["warm"]) == arms
     options = gpu.overrides("half_heads_norm", plan["tier"])
     assert {"model.n_head=8", "model.head_dim=64", "model.baseline.head_norm=affine", "steps=916", "optim=muon"} <= set(options)
     assert not any(option.startswith("data") for option in options)
@@ -93,14 +91,14 @@ def test_the_plan_of_a_card_has_tests_and_arms_that_exist() -> None:
 
 
 @pytest.fixture
-def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Visit:
+def visit(tmp_path: Path, monkeypatch: MonkeyPatch) -> gpu.Visit:
     """A visit whose plan is code for Python."""
     monkeypatch.setattr(gpu.Visit, "command", lambda self, what, name, code: ["-c", code])
     (tmp_path / "work").mkdir()
     return gpu.Visit({**gpu.DEFAULTS, "tiny": "true", "out": str(tmp_path)}, tmp_path / "work")
 
 
-def test_time_that_is_over_ends_processes_and_says_so(visit: gpu.Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_is_over_ends_processes_and_says_so(visit: gpu.Visit, monkeypatch: MonkeyPatch) -> None:
     """One that ignores SIGTERM is killed; a process that fails by itself says its last line; jobs that wait do not begin."""
     monkeypatch.setattr(gpu, "ENDING", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -113,9 +111,7 @@ def test_time_that_is_over_ends_processes_and_says_so(visit: gpu.Visit, monkeypa
     assert visit.processes["x deaf"]["stopped"] and "x never" not in visit.processes
 
 
-def test_a_wrong_kernel_gives_exit_status_1(
-    visit: gpu.Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_wrong_kernel_gives_exit_status_1(visit: gpu.Visit, tmp_path: Path, monkeypatch: MonkeyPatch, capsys) -> None:
     for end, code in (("PASSED", 0), ("FAILED", 1), ("SKIPPED", 1)):  # skipped: nothing is checked
         jobs = [("kernel", "long", f"print('tests/model/test_kernels.py::test_long[V1-2] {end} [ 50%]')")]
         monkeypatch.setattr(gpu.Visit, "carry_out", lambda self, jobs=jobs: self.run(jobs, 1, time.monotonic() + 60))
@@ -126,17 +122,13 @@ def test_a_wrong_kernel_gives_exit_status_1(
 def test_arms_are_compared_over_common_seeds() -> None:
     losses = {"baseline-s1": 3.0, "baseline-s2": 4.0, "diff-s1": 2.5, "diff-s3": 9.0}
     lines = gpu.table("training", gpu.compared({name: {"val_loss": loss} for name, loss in losses.items()})).splitlines()
-    assert lines == [
-        "| training | less baseline | seeds |",
-        "| --- | --- | --- |",
-        "| baseline | 0.0 | 2 |",
-        "| diff | -0.5 | 1 |",
-    ]
+    assert lines[:2] == ["| training | less baseline | seeds |", "| --- | --- | --- |"]
+    assert lines[2:] == ["| baseline | 0.0 | 2 |", "| diff | -0.5 | 1 |"]
 
 
 def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel"]
     with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel"]
         process = Command(command, dict(os.environ), log)
     until(lambda: "kernel: at most" in (tmp_path / "log").read_text())
     time.sleep(0.5)

@@ -1,7 +1,7 @@
 """scripts/publish.py: numbers, tables and figures go under docs/results/, and the table into the documents."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ablation.results import Results
 from configs.files import read_json_lines
 from scripts import publish
 from tests.conftest import ROOT, Typed
+from tests.scripts.conftest import Call
 
 SCRIPT = "scripts/publish.py"
 
@@ -26,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, call: Callable) -> None:
+def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, call: Call) -> None:
     source, target = tmp_path / "study", root / "docs" / "results" / "study"
     (source / "figures").mkdir(parents=True)
     (root / "README.md").write_text("before\n<!-- study table -->\n| old |\n<!-- end -->\nafter\n")
@@ -55,7 +56,7 @@ def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, 
     assert published == {"config": {"peer": "nanoGPT", "rounds": 2, "model": {"layers": "b"}}}
 
 
-def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: Callable) -> None:
+def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: Call) -> None:
     """Records have them; without records a run keeps some points of its curve."""
     source, published = tmp_path / "study", root / "docs" / "results" / "study"
     (source / "records").mkdir(parents=True)
@@ -93,9 +94,7 @@ def numbers(content: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("study", ("main", "main_controls", "main_lr", "main_paths", "scaling", "noise", "emergence"))
-def test_published_numbers_follow_from_published_records(
-    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_published_numbers_follow_from_published_records(study: str, tmp_path: Path, monkeypatch, typed: Typed) -> None:
     """The command of a study's page, which trains nothing, gives the published differences and intervals."""
     monkeypatch.setattr(Results, "draw", lambda self, folder: [])  # no figure is compared
     page = (ROOT / "docs" / "results" / study / "README.md").read_text()

@@ -1,10 +1,9 @@
 """scripts/sample.py: texts are as typed, reproducible, and within their limits."""
 
+import itertools
 import json
 import random
-import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,30 +24,21 @@ from training import checkpoint
 from training.checkpoint import save
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """make_run(layers="d") -> a run whose model says something else after every text (its weights are large)."""
-
-    def make(name: str = "run", **more: object) -> Path:
-        folder, tokenizer = tmp_path / name, build_tokenizer(TokenizerConfig(name="bytes"))
-        cfg = {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 64, "vocab_size": tokenizer.vocab_size} | more
-        model = stirred(Decoder(DecoderConfig(**cfg)), 0.2, 3)
-        save(folder, 4, model, [])
-        (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(model.cfg)}))
-        tokenizer.save(folder)
-        return folder
-
-    return make
+def make_run(folder: Path, **more: object) -> Path:
+    """A run whose model says something else after every text (its weights are large)."""
+    tokenizer = build_tokenizer(TokenizerConfig(name="bytes"))
+    cfg = {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 64, "vocab_size": tokenizer.vocab_size} | more
+    model = stirred(Decoder(DecoderConfig(**cfg)), 0.2, 3)
+    save(folder, 4, model, [])
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(model.cfg)}))
+    tokenizer.save(folder)
+    return folder
 
 
 @pytest.fixture
 def call(typed: Typed) -> Typed:
     """call(run=..., prompt=...) -> what the command printed and its exit code."""
-
-    def type_in(**options: object) -> subprocess.CompletedProcess:
-        return typed("scripts/sample.py", *(f"{key}={value}" for key, value in options.items()))
-
-    return type_in
+    return lambda **options: typed("scripts/sample.py", *(f"{key}={value}" for key, value in options.items()))
 
 
 def test_texts_arrive_as_typed() -> None:
@@ -68,8 +58,8 @@ def test_texts_arrive_as_typed() -> None:
     assert as_typed("prompt=[x] and [y]") == "prompt='[x] and [y]'"
 
 
-def test_one_prompt_several_or_none(make_run: Callable[..., Path], call: Callable, monkeypatch) -> None:
-    options = {"run": make_run(), "max_tokens": 6, "temperature": 0}
+def test_one_prompt_several_or_none(tmp_path: Path, call: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"run": make_run(tmp_path / "run"), "max_tokens": 6, "temperature": 0}
     one = call(prompt="It was\n", **options)
     assert one.returncode == 0 and one.stdout.startswith("It was\n") and len(one.stdout) > 8
     several = call(prompt='["It was\n","Nobody, here"]', **options).stdout
@@ -80,13 +70,12 @@ def test_one_prompt_several_or_none(make_run: Callable[..., Path], call: Callabl
 
 
 @pytest.mark.parametrize("model", [{"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}])
-def test_a_text_depends_on_its_prompt_and_seed_alone(
-    model: dict, tmp_path: Path, make_run: Callable[..., Path], call: Callable
-) -> None:
+def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, tmp_path: Path, call: Typed) -> None:
     """Batches, padding and neighbours change nothing; the text is what the model generates."""
-    run, out = make_run(**model), None
+    run, path = make_run(tmp_path / "run", **model), tmp_path / "deep" / "samples.json"
+    sampling = {"temperature": 1.2, "top_k": 50, "top_p": 0.97}
     options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 2, "max_tokens": 12, "seed": 5}
-    options |= {"temperature": 1.2, "top_k": 50, "top_p": 0.97}
+    options |= sampling
     printed = [call(batch=batch, **options).stdout for batch in (1, 3)]
     assert printed[0] == printed[1]
     loaded = checkpoint.load_run(run)
@@ -94,17 +83,15 @@ def test_a_text_depends_on_its_prompt_and_seed_alone(
     for i, prompt in enumerate(("Hello", "It was a long, long road")):
         for j in range(2):
             tokens = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(prompt)]])
-            generator = torch.Generator().manual_seed(5 + j)
-            new = loaded.model.generate(tokens, 12, temperature=1.2, top_k=50, top_p=0.97, generator=generator)
-            new = new[0, tokens.shape[1] :].tolist()
-            new = new[: new.index(loaded.tokenizer.eot)] if loaded.tokenizer.eot in new else new
+            new = loaded.model.generate(tokens, 12, **sampling, generator=torch.Generator().manual_seed(5 + j))
+            new = [*itertools.takewhile(lambda token: token != loaded.tokenizer.eot, new[0, tokens.shape[1] :].tolist())]
             out = f"--- {2 * i + j + 1} of 4, seed {5 + j}\n{prompt}{loaded.tokenizer.decode(new)}\n"
             assert out in printed[0]
             texts.add(out)
     assert len(texts) == 4
 
-    done = call(out=tmp_path / "deep" / "samples.json", **options)
-    content = json.loads((tmp_path / "deep" / "samples.json").read_text())
+    done = call(out=path, **options)
+    content = json.loads(path.read_text())
     assert {"eval", "run", "step", "config", "machine", "version", "results"} == set(content)
     assert content["config"]["top_p"] == 0.97 and content["step"] == 4
     samples, speed = content["results"]["samples"], content["results"]["speed"]
@@ -113,8 +100,8 @@ def test_a_text_depends_on_its_prompt_and_seed_alone(
     assert speed["new_tokens"] == sum(len(s["tokens"]) for s in samples) and "tokens/s" in done.stderr
 
 
-def test_the_trained_context_is_the_limit(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
-    rope, learned = make_run("rope"), make_run("learned", position="learned", norm="layernorm")
+def test_the_trained_context_is_the_limit(tmp_path: Path, call: Typed) -> None:
+    rope, learned = make_run(tmp_path / "rope"), make_run(tmp_path / "learned", position="learned", norm="layernorm")
     for run in (rope, learned):
         refused = call(run=run, prompt="x" * 64)
         assert "the prompt has 65 tokens, but the trained context has 64: shorten" in refused.stderr
