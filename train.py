@@ -3,12 +3,15 @@
 
 import os
 import signal
+import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
-# libgomp reads this when torch loads it: where other processes use the cores, threads that wait sleep sooner
-# (docs/PERFORMANCE.md).
-if "OMP_WAIT_POLICY" not in os.environ and os.getloadavg()[0] > 0.5:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# libgomp reads this when torch loads it: where other processes compute, threads that wait sleep sooner (docs/PERFORMANCE.md).
+if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
+    moments = [Path("/proc/loadavg").read_text().split()[3] for _ in range(5) if not time.sleep(0.02)]
+    if not any(threads.startswith("1/") for threads in moments):  # threads that want a core, this one too / all threads
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
 from hydra.core.hydra_config import HydraConfig
