@@ -63,10 +63,13 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
 
 
 class Tokenizer:
-    """Text to token ids and back. `vocab_size` counts the end-of-text token `eot`, which `encode` never emits.
+    """Text to token ids and back. `vocab_size` counts the end-of-text token `eot`, which `encode` never emits, unless a text
+    names it and `special` is true: then special tokens that are written out in a text become these tokens.
 
     `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens; if it is equal, ids are equal.
     """
+
+    special = False
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
@@ -76,7 +79,7 @@ class Tokenizer:
         self.fingerprint: str = _fingerprint(encoding)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`. Special tokens written out in the text are encoded as ordinary text."""
+        """Ids of `text`."""
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -131,14 +134,15 @@ class FolderTokenizer(Tokenizer):
             self.hf = tokenizers.Tokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises plain Exception
             raise ValueError(f"{source} is not a tokenizer that 'tokenizers' runs ({error}): save it again") from None
-        self.special = special  # whether special tokens that are written out in a text are tokens, or text
+        self.special = special
         self.hf.encode_special_tokens = not special
         self.name, self.eot = "hf", eot
         self.tokens: dict[int, str] = {token: text for text, token in self.hf.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self.tokens) + 1
         self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         self.byte_level = _is_byte_level(definition, source)
-        self.fingerprint = hashlib.sha256(json.dumps([decides, eot, *[special] * special], sort_keys=True).encode()).hexdigest()
+        what = [decides, eot, special] if special else [decides, eot]  # the fingerprint of older files has no third part
+        self.fingerprint = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def encode_array(self, text: str) -> np.ndarray:
         (encoded,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
@@ -175,7 +179,7 @@ def read_tokenizer(folder: str | Path, special: bool = False) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
     GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
-    special: special tokens that are written out in a text become these tokens; without it they stay text.
+    special: as of `Tokenizer`.
     """
     path = Path(folder) / FILE
     if not path.is_file():

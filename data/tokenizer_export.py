@@ -30,7 +30,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
         "model_max_length": context,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not getattr(tokenizer, "special", False),
+        "split_special_tokens": not tokenizer.special,
     }
     for name, content in ((FILE, definition), (CONFIG, config)):
         (Path(folder) / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
