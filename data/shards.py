@@ -129,10 +129,10 @@ class Shard:
 
 
 class TextTokens:
-    """Tokens (n,) in memory, with the methods that read a shard."""
+    """Tokens (n,) in memory, with the methods that read a shard. content: what they are tokens of."""
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: np.ndarray, content: bytes = b"") -> None:
+        self.tokens, self.content = tokens, content
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -86,7 +86,7 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
     if text:
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
-        return [TextTokens(np.array(tokens))]
+        return [TextTokens(np.array(tokens), "\0".join(documents).encode())]
     folder = Path(shards)
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
         raise ValueError(
@@ -237,11 +237,13 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
 
 
-def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
-    """The tokens of texts as int64, a part at a time, for their digest."""
+def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[bytes | np.ndarray]:
+    """What a digest is of, a part at a time: the text, whatever the tokenizer; of shards, the tokens as int64."""
     for part in parts:
-        for start in range(0, len(part), DIGESTED_AT_ONCE):
-            yield part.read(start, start + DIGESTED_AT_ONCE)
+        if isinstance(part, TextTokens):
+            yield part.content
+        else:
+            yield from (part.read(start, start + DIGESTED_AT_ONCE) for start in range(0, len(part), DIGESTED_AT_ONCE))
 
 
 def write_result(

@@ -19,7 +19,7 @@ from eval.common import command_of
 from eval.report import figures
 from eval.report.runs import Arm, Run, text_named, text_of
 from eval.report.statistics import Difference
-from eval.report.tables import HEADLINES, Row, Section, held_out, minus, si, trained_on
+from eval.report.tables import HEADLINES, Row, Section, held_out, main_numbers, minus, si, trained_on
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}
@@ -111,8 +111,8 @@ def page(content: Content, out: Path) -> str:
 
 def resolved(arms: list[Arm], contrasts: list[Difference]) -> list[str]:
     """For each arm but the first, in words: whether a main number's difference to the first arm is resolved."""
-    clear = {one.arm for one in contrasts if one.metric in HEADLINES and one.resolved}
-    return ["Resolved" if arm.name in clear else "Not resolved" for arm in arms[1:]] or [""]
+    clear = [any(one.resolved for one in main_numbers(arm, contrasts)) for arm in arms[1:]]
+    return ["Resolved" if of_arm else "Not resolved" for of_arm in clear] or [""]
 
 
 def groups(content: Content) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) ->
         image = Image(folder / "differences.png", "Paired differences to the first arm with 95 % intervals")
         figures.draw_differences(image.path, arms, panels)
         drawn.append(Figure("differences", "", [image], {"reference": arms[0].name}))
-    if trained := [arm for arm in arms if any(run.train for run in arm.runs)]:
+    if trained := [arm for arm in arms if any(run.last_tenth() is not None for run in arm.runs)]:
         image = Image(folder / "loss.png", "Curves of training and validation loss against tokens for each arm")
         figures.draw_losses(image.path, trained)
         text_only = figures.training_loss(trained) == "loss_text"

@@ -26,9 +26,10 @@ RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "ep
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
-NOT_COMPARED = "so their losses cannot be compared: report them apart, and compare bits per byte (eval.perplexity text=FILE)"
+NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
+OF_ANY_TOKENIZER = ("bits_per_byte", "bytes", "text", "input_sha256")  # results of perplexity
 # Parts of an evaluation's results without which its file is damaged.
 NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
 WITH_SE = ("accuracy", "loss", "mean", "share")  # numbers with their standard error, `se`, beside them
@@ -40,6 +41,7 @@ LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 class Run:
     """A run folder. facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged:
     the error that stopped training. skipped: the last step without an update. counted: loss and spikes of a thinned `train`.
+    only_bits: why all numbers but bits per byte are left out.
     """
 
     folder: Path
@@ -56,6 +58,7 @@ class Run:
     diverged: str | None = None
     skipped: int = 0
     counted: dict[str, Any] = field(default_factory=dict)
+    only_bits: str = ""
 
     @property
     def seed(self) -> int | None:
@@ -184,7 +187,8 @@ def read_runs(folders: list[str]) -> list[Run]:
     if not folders:
         raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     runs = [read_run(Path(folder)) for folder in folders]
-    refuse_other_data(runs)
+    if differ := other_data(runs):
+        keep_bits_per_byte(runs, differ)
     refuse_other_shards(runs)
     refuse_other_settings(runs)
     for run, label in zip(runs, labels(folders), strict=True):
@@ -211,15 +215,31 @@ def text_of(run: Run, name: str) -> str:
     return text_named(run, name) or f"the validation documents of {text_read(run.config['data'])[0]}"
 
 
-def refuse_other_data(runs: list[Run]) -> None:
-    """ValueError for runs with another tokenizer or other data than the first run, unless their texts have one digest."""
+def other_data(runs: list[Run]) -> str:
+    """What two runs differ in so that their losses cannot be compared, or "": tokenizers, or data of another digest."""
     first, digest = runs[0], runs[0].facts.get("text_digest")
     for run in runs[1:]:
         differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
         if digest is not None and run.facts.get("text_digest") == digest:
             differ = []
         if wrong := ["tokenizers"] * (run.tokenizer != first.tokenizer) + differ:
-            raise ValueError(f"{first.folder} and {run.folder} have different {wrong[0]}, {NOT_COMPARED}")
+            return f"{first.folder} and {run.folder} have different {wrong[0]}"
+    return ""
+
+
+def keep_bits_per_byte(runs: list[Run], differ: str) -> None:
+    """Of runs that differ so, keep only the bits per byte of texts that all were given. ValueError if there are none."""
+    of_runs = [{name for name in run.evals if command_of(name) == "perplexity" and text_named(run, name)} for run in runs]
+    common = set.intersection(*of_runs)
+    if not common:
+        raise ValueError(f"{differ}, {NOT_COMPARED}, or compare bits per byte (eval.perplexity text=FILE)")
+    for run in runs:
+        run.only_bits = f"{differ}, so only bits per byte of the same text are compared"
+        run.train = [{key: value for key, value in line.items() if "loss" not in key} for line in run.train]
+        run.val, run.monitor, run.needle = [], [], []
+        run.evals = {name: run.evals[name] for name in sorted(common)}
+        for content in run.evals.values():
+            content["results"] = {key: value for key, value in content["results"].items() if key in OF_ANY_TOKENIZER}
 
 
 def refuse_other_shards(runs: list[Run]) -> None:

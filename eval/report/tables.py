@@ -14,7 +14,8 @@ from eval.report.statistics import Difference, mean_sd
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"
-SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
+# How something was measured: never rows of results.
+SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows", "bytes")
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
 LOSSES = {  # row of the headline table -> metric path
     "training loss, last tenth": "train.loss",
@@ -37,6 +38,7 @@ HEADLINES = {
     "attention to the answer, absolute": "attention to the answer (absolute)",
     "attention noise, absolute": "attention noise (absolute)",
 }
+OTHERS = 4  # numbers in a verdict of arms without main numbers in common
 
 
 @dataclass
@@ -195,7 +197,8 @@ def _section(arms: list[Arm], name: str) -> Section:
             value, error = (values[id(run)].get(name) for name in (key, errors.get(key)))
             return value if value is None or error is None else (value, error)
 
-        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
+        better = "lower" if key == "bits_per_byte" else ""
+        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}", better)
 
     settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
     return Section(name, list(map(row, shown)), settings)
@@ -251,9 +254,19 @@ def verdicts(arms: list[Arm], differences: list[Difference]) -> list[str]:
     """One or two sentences for each arm: the HEADLINES that differ from the first arm, and those without a difference."""
     if len(arms) == 1:
         return [f"There is only one arm, {arms[0].name}: add runs of another arm to runs=[...] to compare them."]
-    by_place = {(one.arm, one.metric): one for one in differences}
-    of_arms = {arm.name: [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place] for arm in arms[1:]}
+    of_arms = {arm.name: main_numbers(arm, differences) for arm in arms[1:]}
     return [f"{name} compared with {arms[0].name}{_verdict(of_arm)}" for name, of_arm in of_arms.items()]
+
+
+def main_numbers(arm: Arm, differences: list[Difference]) -> list[Difference]:
+    """The arm's differences in the HEADLINES, or the first others where there are none."""
+    of_arm = [one for one in differences if one.arm == arm.name]
+    by_name = {one.metric: one for one in of_arm}
+    return [by_name[name] for name in HEADLINES if name in by_name] or of_arm[:OTHERS]
+
+
+def _headline(one: Difference) -> str:
+    return HEADLINES.get(one.metric) or f"{one.metric} of {one.group}".replace("_", " ")
 
 
 def _verdict(headlines: list[Difference]) -> str:
@@ -261,18 +274,18 @@ def _verdict(headlines: list[Difference]) -> str:
         return ": the two arms have no number in common for a common seed."
     n = max(one.n for one in headlines)
     if n == 1:
-        numbers = ", ".join(f"{HEADLINES[one.metric]} {minus(f'{one.mean:+.3f}')}" for one in headlines)
+        numbers = ", ".join(f"{_headline(one)} {minus(f'{one.mean:+.3f}')}" for one in headlines)
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
         fewer = [f"n = {one.n}"] * (one.n < n)
         if one.resolved:
-            worse = "worse" if (one.mean > 0) == (one.better == "lower") else "better"
-            clear.append(", ".join([f"{HEADLINES[one.metric]} {minus(one.text)}", worse, *fewer]))
+            worse = ["worse" if (one.mean > 0) == (one.better == "lower") else "better"] * bool(one.better)
+            clear.append(", ".join([f"{_headline(one)} {minus(one.text)}", *worse, *fewer]))
         else:
             same = "the difference is the same in every seed"
             least = [same] if one.constant else [f"{one.detectable:.3g}"] if one.sd else []
-            unclear.append(f"{HEADLINES[one.metric]} ({', '.join(least + fewer)})")
+            unclear.append(f"{_headline(one)} ({', '.join(least + fewer)})")
     sentences = [f"{'; '.join(clear)}."] if clear else []
     if unclear:
         sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(unclear)}.")
@@ -285,7 +298,8 @@ def _verdict(headlines: list[Difference]) -> str:
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     """Warnings for the reader, one line each. runs: also those that their arms leave out."""
     kept = [run for arm in arms for run in arm.runs]
-    lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
+    lines = [runs[0].only_bits] * bool(runs[0].only_bits)
+    lines += [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
     if mixed := mixed_precision(kept):
@@ -312,7 +326,7 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         steps = f"at step {run.step:,} of {run.config['steps']:,}"
         lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
-    if absent := [name for name in wanted if name not in run.evals]:
+    if not run.only_bits and (absent := [name for name in wanted if name not in run.evals]):
         commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
         lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
     if diverged:

@@ -44,7 +44,7 @@ def shards(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[..., Path]:
     """make_run(name, layers="b") -> a run folder with an untrained checkpoint at step 4 of 4."""
 
-    def make(name: str, layers: str = "b", seed: int = 1, **data: object) -> Path:
+    def make(name: str, layers: str = "b", seed: int = 1, tokenizer: Tokenizer = tokenizer, **data: object) -> Path:
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=160, vocab_size=tokenizer.vocab_size)

@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer
+from eval import perplexity
 from eval.report import __main__ as report
 from eval.report.page import compared, drawn_by
 from eval.report.runs import Arm, arms_of, read_run, read_runs
@@ -223,6 +226,28 @@ def test_further_evaluations_have_a_section_each_and_on_other_settings_are_refus
     further(folders[1], "icl", {"accuracy": 0.5}, shots=8)
     assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'none.html'}")
     assert not (tmp_path / "none.html").exists()
+
+
+def test_of_two_tokenizers_only_bits_per_byte_of_one_text_are_compared(evaluated, make_run, call, reported, refused, tmp_path):
+    book, out = tmp_path / "book.txt", f"out={tmp_path / 'none.html'}"
+    book.write_text("The cat sat on the mat, and the dog slept. " * 40)
+    bpe = build_tokenizer(TokenizerConfig(name="bpe", vocab_size=270), [book.read_text()])
+    runs = [evaluated("one"), make_run("two", "d", tokenizer=bpe)]
+    call(perplexity, f"run={runs[0]}", f"text={book}", "training_counts=false")
+    assert "compare bits per byte (eval.perplexity text=FILE)" in refused(report, listed(runs), out)
+    call(perplexity, f"run={runs[1]}", f"text={book}", "training_counts=false")
+    bits = [json.loads((run / "eval" / "perplexity_book.json").read_text())["results"]["bits_per_byte"] for run in runs]
+    page, printed, content = reported(listed(runs))
+    (row,) = content["evaluations"]["perplexity_book"]
+    assert [cell["value"] for cell in row["cells"]] == bits and row["better"] == "lower"
+    assert content["evaluations"].keys() == {"perplexity_book"}
+    assert not any(row["group"] == "Loss" for row in content["results"])
+    assert f"bits per byte of perplexity book {bits[1] - bits[0]:+.3f}".replace("-", "−") in printed
+    assert "different tokenizers, so only bits per byte" in printed and "has no perplexity" not in printed
+    assert 'alt="Curves' not in page
+    book.write_text("Another text. " * 100)
+    call(perplexity, f"run={runs[1]}", f"text={book}", "name=book", "training_counts=false")
+    assert "eval.perplexity on different text" in refused(report, listed(runs), out)
 
 
 def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, reported):
