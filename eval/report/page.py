@@ -128,7 +128,7 @@ def groups(content: Content) -> list[dict[str, Any]]:
             "contrasts": [one for one in content.contrasts if one.group in names],
             "figures": [figure for figure in content.figures if figure.group == title],
         })  # fmt: skip
-    return parts
+    return [part for part in parts if part["shown"] or part["figures"]]
 
 
 def compared(runs: list[Run]) -> str:

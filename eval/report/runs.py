@@ -29,7 +29,7 @@ DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fracti
 NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
-OF_ANY_TOKENIZER = ("bits_per_byte", "bytes", "text", "input_sha256")  # results of perplexity
+OF_ANY_TOKENIZER = ("bits_per_byte", "text", "input_sha256")  # results of perplexity
 # Parts of an evaluation's results without which its file is damaged.
 NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
 WITH_SE = ("accuracy", "loss", "mean", "share")  # numbers with their standard error, `se`, beside them
@@ -41,7 +41,7 @@ LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 class Run:
     """A run folder. facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged:
     the error that stopped training. skipped: the last step without an update. counted: loss and spikes of a thinned `train`.
-    only_bits: why all numbers but bits per byte are left out.
+    texts_in_common: evaluation -> its text, where bits per byte are all that can be compared.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class Run:
     diverged: str | None = None
     skipped: int = 0
     counted: dict[str, Any] = field(default_factory=dict)
-    only_bits: str = ""
+    texts_in_common: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def seed(self) -> int | None:
@@ -234,10 +234,10 @@ def keep_bits_per_byte(runs: list[Run], differ: str) -> None:
     if not common:
         raise ValueError(f"{differ}, {NOT_COMPARED}, or compare bits per byte (eval.perplexity text=FILE)")
     for run in runs:
-        run.only_bits = f"{differ}, so only bits per byte of the same text are compared"
+        run.texts_in_common = {name: text_named(run, name) for name in sorted(common)}
         run.train = [{key: value for key, value in line.items() if "loss" not in key} for line in run.train]
         run.val, run.monitor, run.needle = [], [], []
-        run.evals = {name: run.evals[name] for name in sorted(common)}
+        run.evals = {name: run.evals[name] for name in run.texts_in_common}
         for content in run.evals.values():
             content["results"] = {key: value for key, value in content["results"].items() if key in OF_ANY_TOKENIZER}
 

@@ -14,8 +14,7 @@ from eval.report.statistics import Difference, mean_sd
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"
-# How something was measured: never rows of results.
-SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows", "bytes")
+SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
 LOSSES = {  # row of the headline table -> metric path
     "training loss, last tenth": "train.loss",
@@ -115,6 +114,8 @@ def headline_table(arms: list[Arm]) -> list[Row]:
     for name, path in LOSSES.items():
         shown = "{:.2f}" if path == "perplexity.ppl" else THREE
         rows.append(row("Loss", name, at(path), shown, "lower"))
+    for name, text in arms[0].runs[0].texts_in_common.items():
+        rows.append(row("Loss", f"bits per byte of {text}", at(f"{name}.bits_per_byte"), better="lower"))
     rows += _needle_rows(arms)
     for reading in READINGS:
         for what, key, better in (("attention to the answer", "answer", "higher"), ("attention noise", "noise", "lower")):
@@ -178,7 +179,8 @@ class Section:
 
 
 def sections(arms: list[Arm]) -> list[Section]:
-    names = dict.fromkeys(name for arm in arms for run in arm.runs if not run.diverged for name in run.evals)
+    kept = [run for arm in arms for run in arm.runs if not (run.diverged or run.texts_in_common)]
+    names = dict.fromkeys(name for run in kept for name in run.evals)
     return [_section(arms, name) for name in names if name not in EVALUATIONS]
 
 
@@ -197,8 +199,7 @@ def _section(arms: list[Arm], name: str) -> Section:
             value, error = (values[id(run)].get(name) for name in (key, errors.get(key)))
             return value if value is None or error is None else (value, error)
 
-        better = "lower" if key == "bits_per_byte" else ""
-        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}", better)
+        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
 
     settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
     return Section(name, list(map(row, shown)), settings)
@@ -265,27 +266,23 @@ def main_numbers(arm: Arm, differences: list[Difference]) -> list[Difference]:
     return [by_name[name] for name in HEADLINES if name in by_name] or of_arm[:OTHERS]
 
 
-def _headline(one: Difference) -> str:
-    return HEADLINES.get(one.metric) or f"{one.metric} of {one.group}".replace("_", " ")
-
-
 def _verdict(headlines: list[Difference]) -> str:
     if not headlines:
         return ": the two arms have no number in common for a common seed."
     n = max(one.n for one in headlines)
     if n == 1:
-        numbers = ", ".join(f"{_headline(one)} {minus(f'{one.mean:+.3f}')}" for one in headlines)
+        numbers = ", ".join(f"{HEADLINES.get(one.metric, one.metric)} {minus(f'{one.mean:+.3f}')}" for one in headlines)
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
         fewer = [f"n = {one.n}"] * (one.n < n)
         if one.resolved:
             worse = ["worse" if (one.mean > 0) == (one.better == "lower") else "better"] * bool(one.better)
-            clear.append(", ".join([f"{_headline(one)} {minus(one.text)}", *worse, *fewer]))
+            clear.append(", ".join([f"{HEADLINES.get(one.metric, one.metric)} {minus(one.text)}", *worse, *fewer]))
         else:
             same = "the difference is the same in every seed"
             least = [same] if one.constant else [f"{one.detectable:.3g}"] if one.sd else []
-            unclear.append(f"{_headline(one)} ({', '.join(least + fewer)})")
+            unclear.append(f"{HEADLINES.get(one.metric, one.metric)} ({', '.join(least + fewer)})")
     sentences = [f"{'; '.join(clear)}."] if clear else []
     if unclear:
         sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(unclear)}.")
@@ -298,7 +295,8 @@ def _verdict(headlines: list[Difference]) -> str:
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     """Warnings for the reader, one line each. runs: also those that their arms leave out."""
     kept = [run for arm in arms for run in arm.runs]
-    lines = [runs[0].only_bits] * bool(runs[0].only_bits)
+    lines = ["the runs have different tokenizers or training texts, so only the bits per byte of a common text are compared"]
+    lines *= bool(runs[0].texts_in_common)
     lines += [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
@@ -326,7 +324,7 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         steps = f"at step {run.step:,} of {run.config['steps']:,}"
         lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
-    if not run.only_bits and (absent := [name for name in wanted if name not in run.evals]):
+    if not run.texts_in_common and (absent := [name for name in wanted if name not in run.evals]):
         commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
         lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
     if diverged:
