@@ -4,6 +4,7 @@ It has the values of the configuration that decide the losses and differ from th
 lambda by layer, and the results of every evaluation without long lists and values by layer.
 """
 
+import functools
 import gzip
 import json
 import math
@@ -64,7 +65,7 @@ def run_of(record: Record) -> Run:
 
 def recorded_config(record: Record) -> dict[str, Any]:
     """The configuration of a record's run: what the record leaves out has its default, or what train.py fills in."""
-    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
+    config = nested({**flatten(_defaults()), **record["config"]})
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
 
 
@@ -118,8 +119,13 @@ def rounded(content: Any) -> Any:
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
     """The values that decide a run's losses and differ from the defaults, under dotted keys."""
-    default = deciding(asdict(TrainConfig()))
+    default = deciding(_defaults())
     return {key: value for key, value in deciding(config).items() if default.get(key) != value}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return asdict(TrainConfig())
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

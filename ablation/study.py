@@ -179,7 +179,11 @@ class PlannedRun:
         return "diverged" if self.diverged else "done"
 
     def measured(self) -> Run:
-        return run_of(self.record) if self.record else read_run(self.folder)
+        return self._recorded if self.record else read_run(self.folder)
+
+    @functools.cached_property
+    def _recorded(self) -> Run:
+        return run_of(self.record)
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:

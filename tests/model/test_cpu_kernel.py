@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import native
+from model import loss, native
 from model.attention import reference
 from model.attention.baseline import BaselineAttention
 from model.attention.kernels import cpu
@@ -156,20 +156,20 @@ def forget() -> None:
 def test_it_is_compiled_once_and_kept_and_again_where_it_is_broken(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_, made = native._compile, []
     monkeypatch.setattr(native, "_compile", lambda *given: made.append(given) or compile_(*given))
-    assert cpu.missing() is None
+    assert native.failure(loss.SOURCE) is None
     (kept,) = fresh.iterdir()
     forget()
-    assert cpu.missing() is None and list(fresh.iterdir()) == [kept] and len(made) == 1
-    assert native.library(cpu.SOURCE)._name == str(kept)  # the folder for temporary files may be mounted noexec
+    assert native.failure(loss.SOURCE) is None and list(fresh.iterdir()) == [kept] and len(made) == 1
+    assert native.library(loss.SOURCE)._name == str(kept)  # the folder for temporary files may be mounted noexec
     broken = fresh / "other" / "attention-noise" / kept.name  # in a new folder: this process has loaded the first one
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"cut off")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "other"))
     forget()
-    assert cpu.missing() is None and broken.stat().st_size > 1000
+    assert native.failure(loss.SOURCE) is None and broken.stat().st_size > 1000
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file where the folder should be costs only the time
     forget()
-    assert cpu.missing() is None
+    assert native.failure(loss.SOURCE) is None
 
 
 @pytest.mark.parametrize(("compiler", "says"), (("/nowhere/g++", "No such file"), ("false", "returned non-zero exit status 1")))
