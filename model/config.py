@@ -1,5 +1,6 @@
 """The decoder's configuration: what `model=` and `size=` fill in."""
 
+import functools
 from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from typing import Annotated, Any, Self, get_args, get_type_hints
 
@@ -50,11 +51,14 @@ def decoder_config(values: Any, kind: Any = DecoderConfig, where: str = "model")
     """The configuration whose `dataclasses.asdict` is `values`, or part of it. ValueError: unknown keys, wrong types."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
-    known = get_type_hints(kind)
+    known = _types(kind)
     if unknown := sorted(map(str, values.keys() - known.keys())):
         fix = "the file is from another version of this code: check that version out, or remove the option"
         raise ValueError(f"{where} has no option {', '.join(unknown)}: {fix}")
     return kind(**{key: _checked(known[key], value, f"{where}.{key}") for key, value in values.items()})
+
+
+_types = functools.cache(get_type_hints)
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
