@@ -237,13 +237,11 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
 
 
-def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[bytes | np.ndarray]:
-    """What a digest is of, a part at a time: the text, whatever the tokenizer; of shards, the tokens as int64."""
+def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
+    """The tokens of texts as int64, a part at a time, for their digest."""
     for part in parts:
-        if isinstance(part, TextTokens):
-            yield part.content
-        else:
-            yield from (part.read(start, start + DIGESTED_AT_ONCE) for start in range(0, len(part), DIGESTED_AT_ONCE))
+        for start in range(0, len(part), DIGESTED_AT_ONCE):
+            yield part.read(start, start + DIGESTED_AT_ONCE)
 
 
 def write_result(

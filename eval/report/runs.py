@@ -22,14 +22,14 @@ from training.run import deciding
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
 NO_MATTER = ("device", "batch", "name", "ngram", "orders")  # change no number; ngram was always 2, orders is gone
 # Counts and digests in results. What older code did not record is not compared.
-RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
+RECORDED = ("sha256", "input_sha256", "text_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
 NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
-OF_ANY_TOKENIZER = ("bits_per_byte", "text", "input_sha256")  # results of perplexity
+OF_ANY_TOKENIZER = ("bits_per_byte", "text", "text_sha256")  # results of perplexity
 # Parts of an evaluation's results without which its file is damaged.
 NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
 WITH_SE = ("accuracy", "loss", "mean", "share")  # numbers with their standard error, `se`, beside them
@@ -229,8 +229,8 @@ def other_data(runs: list[Run]) -> str:
 
 def keep_bits_per_byte(runs: list[Run], differ: str) -> None:
     """Of runs that differ so, keep only the bits per byte of texts that all were given. ValueError if there are none."""
-    of_runs = [{name for name in run.evals if command_of(name) == "perplexity" and text_named(run, name)} for run in runs]
-    common = set.intersection(*of_runs)
+    texts = [{name for name, one in run.evals.items() if "text_sha256" in one["results"]} for run in runs]
+    common = {name for name in set.intersection(*texts) if command_of(name) == "perplexity"}
     if not common:
         raise ValueError(f"{differ}, {NOT_COMPARED}, or compare bits per byte (eval.perplexity text=FILE)")
     for run in runs:
