@@ -79,7 +79,7 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
 def quoted(override: str) -> str:
     """The override, whose value is a text: in quotes if Hydra would read something else."""
     key, value = override.split("=", 1)
-    path = re.fullmatch(r"/[A-Za-z0-9_./-]*", value)  # the most, and Hydra needs milliseconds
+    path = re.fullmatch(r"/[A-Za-z0-9_./-]*", value)  # never quoted; a study asks for thousands, and Hydra needs milliseconds
     plain = path or not re.search(r"[$\s]", value) and read_value(override) == value
     return override if plain else f"{key}={quote(value)}"
 

@@ -129,10 +129,10 @@ class Shard:
 
 
 class TextTokens:
-    """Tokens (n,) in memory, with the methods that read a shard. content: what they are tokens of."""
+    """Tokens (n,) in memory, with the methods that read a shard. sha256: digest of their text, whatever the tokenizer."""
 
-    def __init__(self, tokens: np.ndarray, content: bytes = b"") -> None:
-        self.tokens, self.content = tokens, content
+    def __init__(self, tokens: np.ndarray, sha256: str = "") -> None:
+        self.tokens, self.sha256 = tokens, sha256
 
     def __len__(self) -> int:
         return len(self.tokens)

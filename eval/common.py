@@ -86,7 +86,7 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
     if text:
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
-        return [TextTokens(np.array(tokens), "\0".join(documents).encode())]
+        return [TextTokens(np.array(tokens), hashlib.sha256("\0".join(documents).encode()).hexdigest())]
     folder = Path(shards)
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
         raise ValueError(

@@ -63,8 +63,8 @@ def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple
     """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives."""
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result(evaluation, cfg, common.content_of(parts))
-    if cfg.text:  # the same for every tokenizer
-        about["text_sha256"] = hashlib.sha256(parts[0].content).hexdigest()
+    if cfg.text:
+        about["text_sha256"] = parts[0].sha256
     return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), name, about
 
 

@@ -52,8 +52,8 @@ def contrasts(table: pd.DataFrame, arms: list[Arm]) -> list[Difference]:
 
 def paired_arms(values: pd.DataFrame, arm: str, other: str, **place: str) -> Difference | None:
     """`arm` less `other`, paired by seed; None without a common seed. values: a row per seed, a column per arm."""
-    less = dict(zip(values.index, (values[arm].to_numpy() - values[other].to_numpy()).tolist(), strict=True))
-    less = {seed: one for seed, one in less.items() if not math.isnan(one)}
+    of_all = zip(values.index, (values[arm].to_numpy() - values[other].to_numpy()).tolist(), strict=True)
+    less = {seed: one for seed, one in of_all if not math.isnan(one)}
     return paired(list(less.values()), by_seed=less, arm=arm, reference=other, **place) if less else None
 
 

@@ -216,7 +216,7 @@ def text_of(run: Run, name: str) -> str:
 
 
 def other_data(runs: list[Run]) -> str:
-    """What two runs differ in so that their losses cannot be compared, or "": tokenizers, or data of another digest."""
+    """Which two runs have different tokenizers or data, so that their losses cannot be compared, in words; "" if none."""
     first, digest = runs[0], runs[0].facts.get("text_digest")
     for run in runs[1:]:
         differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]

@@ -295,8 +295,8 @@ def _verdict(headlines: list[Difference]) -> str:
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     """Warnings for the reader, one line each. runs: also those that their arms leave out."""
     kept = [run for arm in arms for run in arm.runs]
-    lines = ["the runs have different tokenizers or training texts, so only the bits per byte of a common text are compared"]
-    lines *= bool(runs[0].texts_in_common)
+    only = "the runs have different tokenizers or training texts, so only the bits per byte of a common text are compared"
+    lines = [only] * bool(runs[0].texts_in_common)
     lines += [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")

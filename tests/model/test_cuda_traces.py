@@ -55,7 +55,8 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
 
 def lengths(name: str, mask: str) -> tuple[int, ...]:
     """The lengths at which a case is traced, one after the other."""
-    return LENGTHS if name == "introspective_sequence" and mask == "causal" else LENGTHS[1:]
+    twice = name in ("introspective_sequence", "softpick") and mask == "causal"
+    return LENGTHS if twice else LENGTHS[1:]
 
 
 def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dict[str, int]]:
