@@ -7,7 +7,7 @@ from typing import Any
 
 from ablation import experiment, tuning
 from ablation.experiment import AblateConfig
-from ablation.records import TRIAL, recorded_vocabulary, records_of
+from ablation.records import TRIAL, recorded_start, recorded_vocabulary, records_of
 from ablation.study import PlannedRun, describe_model, train_config, training_flops, trunk_ended_early, with_values
 from ablation.tuning import Point, Tuned
 from configs import USER_ERRORS, explain
@@ -62,6 +62,8 @@ class Study:
     def _config(self, arm: Arm, overrides: list[str]) -> TrainConfig:
         try:
             config = train_config(overrides)
+            if config.init_from and not Path(config.init_from).is_dir():  # on another machine
+                config.model = recorded_start(config.init_from, self.records.values()) or config.model
             known = self.recorded and not prepared(config.data)
             config.model = fill_model(config.model, self.recorded if known else open_tokenizer(config.data))
             return config

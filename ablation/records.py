@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.files import flatten, json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, settings_of
-from model.config import decoder_config
+from model.config import DecoderConfig, decoder_config
 from training.monitor import last_lambdas
 from training.run import TrainConfig, Vocabulary, deciding
 
@@ -79,6 +79,12 @@ def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
     """The vocabulary of the first record's model; None without records."""
     models = (recorded_config(record)["model"] for record in records)
     return next((Vocabulary(model["vocab_size"], model["eot"]) for model in models), None)
+
+
+def recorded_start(init_from: str, records: Iterable[Record]) -> DecoderConfig | None:
+    """The model of the first recorded run that began with `init_from`; None without such a record."""
+    same = (one for one in records if one["config"].get("init_from") == "/".join(Path(init_from).parts[-2:]))
+    return next((decoder_config(recorded_config(record)["model"]) for record in same), None)
 
 
 def thinned(lines: list[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from eval.texts import Texts
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.optim import decay_start
-from training.run import TrainConfig, refuse_other_config, sizes
+from training.run import TrainConfig, refuse_other_config, sizes, take_architecture
 
 INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
 REPEAT = "repeat its overrides, or start anew with name=OTHER"
@@ -198,9 +198,11 @@ def training_flops(cfg: TrainConfig, per_token: int) -> float:
     return per_token * cfg.batch_tokens * (cfg.steps - begins)
 
 
-def train_config(overrides: Iterable[str]) -> TrainConfig:
+def train_config(overrides: Sequence[str]) -> TrainConfig:
     """train.py's configuration. The caller must have imported train.py, which registers the schema."""
-    return OmegaConf.to_object(compose_job("train", list(overrides)))
+    config = OmegaConf.to_object(compose_job("train", list(overrides)))
+    take_architecture(config, overrides)
+    return config
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

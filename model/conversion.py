@@ -1,4 +1,4 @@
-"""Convert a baseline to a differential stack or to DEX (docs/METHODS.md, section 9.1), with axolotl's converter's options."""
+"""Convert a baseline to a differential or gated stack, or to DEX (docs/METHODS.md, section 9.1). Options as in axolotl."""
 
 import math
 from contextlib import ExitStack
@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from .attention.dex import DexAttention
 from .attention.diff import DiffAttention, DiffConfig
 from .attention.diff_v2 import DiffV2Attention, DiffV2Config
+from .attention.gated import GatedConfig
 from .config import DecoderConfig
 from .decoder import Decoder
 from .ranges import check_ranges
@@ -29,9 +29,9 @@ EXCLUDED = (  # options that exclude each other, and what to use
 
 @dataclass
 class Conversion:
-    """How a baseline becomes a differential model."""
+    """How a baseline becomes another model."""
 
-    to: Annotated[str, ("diff", "diff_v2", "dex", "same")] = "diff"  # attention of the new model; same: as it was
+    to: Annotated[str, ("diff", "diff_v2", "gated", "dex", "same")] = "diff"  # attention of the new model; same: as it was
     init: Annotated[str, ("zero", "mirror", "open")] = "zero"  # lambda is 0, or lambda_init; mirror: `out` makes up for it
     heads: Annotated[str, ("double", "split")] = "double"  # every head gets a second map, or two heads become the maps of one
     second: Annotated[str, ("copy", "random")] = "copy"  # start of the added maps
@@ -43,8 +43,9 @@ class Conversion:
         """ValueError for an unknown option, or for options that exclude each other."""
         check_ranges(self)
         changed = {one.name for one in fields(Conversion) if getattr(self, one.name) != one.default} - {"to"}
-        if self.to in ("same", "dex") and changed:
-            raise ValueError(f"to={self.to} keeps all weights as they are: leave out {', '.join(sorted(changed))}")
+        unused = changed - ({"sublayer_norm"} if self.to == "same" else set())
+        if self.to in ("same", "gated", "dex") and unused:
+            raise ValueError(f"to={self.to} adds no maps: leave out {', '.join(sorted(unused))}")
         typed = {f"{one.name}={getattr(self, one.name)}" for one in fields(self)}
         for options, fix in EXCLUDED:
             if typed.issuperset(options.split()):
@@ -58,13 +59,13 @@ class Conversion:
     def exact(self) -> bool:
         """Whether the converted model computes what its source computed."""
         kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
-        return {"diff_v2": self.second == "copy", "diff": kept}.get(self.to, True)
+        return {"diff_v2": self.second == "copy", "diff": kept}.get(self.to, not self.sublayer_norm)
 
 
 def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     """The converted decoder's configuration. ValueError unless `cfg` is a baseline that `how` can convert."""
     how.check()
-    if how.to == "same":
+    if how.to == "same" and not how.sublayer_norm:
         return cfg
     if set(cfg.layers) != {"b"}:
         raise ValueError(f"model.layers={cfg.layers} is not a baseline: convert a model with model.layers=b, or use to=same")
@@ -74,8 +75,12 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     qk_norm = cfg.baseline.qk_norm
     if cfg.baseline.head_norm != "none" or qk_norm not in ("none", "head"):
         raise ValueError("the source's norms cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
-    if how.to != "diff" and qk_norm != "none":
-        raise ValueError(f"the source has a norm over queries and keys, which {how.to} lacks: use to=diff")
+    if how.to in ("diff_v2", "dex") and qk_norm != "none":
+        raise ValueError(f"the source has a norm over queries and keys, which {how.to} lacks: use to=diff or to=gated")
+    if how.to == "same":
+        return replace(cfg, baseline=replace(cfg.baseline, head_norm="affine"))
+    if how.to == "gated":
+        return replace(cfg, layers="g", gated=GatedConfig(qk_norm=qk_norm))
     if how.to == "dex":
         return replace(cfg, layers="x")
     if how.to == "diff_v2":
@@ -99,8 +104,9 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
     state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
-    fill = {"diff_v2": _to_diff_v2, "dex": _to_dex}.get(how.to, _split if how.heads == "split" else _double)
-    for layer, block in enumerate(target.blocks if how.to != "same" else ()):
+    of_diff = _split if how.heads == "split" else _double
+    fill = {"diff": of_diff, "diff_v2": _to_diff_v2}.get(how.to, _keep)
+    for layer, block in enumerate(target.blocks):
         prefix = f"blocks.{layer}.attention."
         old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
         new = dict(block.attention.state_dict())
@@ -149,10 +155,15 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
         new["out.weight"] = _over(old["out.weight"], 1 - lam)
 
 
-def _to_dex(old: dict[str, Tensor], new: dict[str, Tensor], target: DexAttention, how: Conversion) -> None:
-    """The matrix W is zero, so nothing is subtracted at first; its gradient is not, because lambda starts at 0.1."""
+def _keep(old: dict[str, Tensor], new: dict[str, Tensor], target: nn.Module, how: Conversion) -> None:
+    """What is added starts at zero: DEX subtracts nothing, every gate is sigmoid(0) = 1/2, which `out` makes up for.
+
+    DEX's matrix has a gradient all the same, because lambda starts at 0.1.
+    """
     new |= old
-    new["noise.weight"] = torch.zeros_like(new["noise.weight"])
+    for name in new.keys() & {"noise.weight", "gate_logits.weight"}:
+        new[name] = torch.zeros_like(new[name])
+    new["out.weight"] = _over(old["out.weight"], 0.5 if how.to == "gated" else 1.0)
 
 
 def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
@@ -168,7 +179,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
             hooks.enter_context(block.attention.out.register_forward_pre_hook(measure))
         plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits, because none are needed
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
-        size = size / after.attention.head_scale  # the input of `out` has this factor already
+        size = size / getattr(after.attention, "head_scale", 1.0)  # the input of `out` has this factor already
         columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
         after.attention.out.weight.copy_(columns.flatten(1))
 

@@ -1,7 +1,7 @@
-"""Convert a trained baseline to differential attention; the result is a run that evaluations read and train.py continues.
+"""Convert a trained baseline to another attention; the result is a run that evaluations read and train.py continues.
 
     python scripts/convert.py source=runs/NAME run_dir=runs/NEW [to=diff] [init=mirror] [heads=split] [debug=true]
-    python scripts/convert.py source=FOLDER run_dir=runs/NEW to=diff_v2 [shards=DIR]     (to=dex; to=same: import alone)
+    python scripts/convert.py source=FOLDER run_dir=runs/NEW to=diff_v2 [shards=DIR]     (to=gated, dex; to=same: import alone)
     python scripts/convert.py axolotl=config.yml run_dir=runs/NEW                        (base_model and flags from the file)
 
 source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).

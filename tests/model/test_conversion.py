@@ -27,6 +27,7 @@ EXACT = {
     "mirror": Conversion(init="mirror"),
     "mirror at 0.3": Conversion(init="mirror", lambda_init=0.3),
     "v2": Conversion(to="diff_v2", lambda_bias=0.0),
+    "gated": Conversion(to="gated"),
     "dex": Conversion(to="dex"),
 }
 LEARN = EXACT | {
@@ -38,6 +39,7 @@ LEARN = EXACT | {
     "split, norm": Conversion(heads="split", sublayer_norm=True),
     "zero, copy, norm": Conversion(sublayer_norm=True),
     "mirror, norm": Conversion(init="mirror", sublayer_norm=True),
+    "same, norm": Conversion(to="same", sublayer_norm=True),
 }
 
 
@@ -54,7 +56,7 @@ def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:
 PAIRS = [(n, s) for i, n in enumerate(EXACT) for j, s in enumerate(SHAPES) if (i + j) % 2 == 0 or n == "zero"]
 
 
-@pytest.mark.parametrize(("name", "shape"), [(n, s) for n, s in PAIRS if s != "norms" or EXACT[n].to == "diff"])
+@pytest.mark.parametrize(("name", "shape"), [(n, s) for n, s in PAIRS if s != "norms" or EXACT[n].to in ("diff", "gated")])
 def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
     source = baseline(shape)
     changed = change(source, convert(source, EXACT[name]), text(source))
@@ -120,7 +122,7 @@ def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes() -> No
     """Exactly for a single token, whose heads have one size each; on average for a text."""
     source = baseline("gqa")
     tokens = text(source)
-    for how in (LEARN["zero, norm"], Conversion(init="mirror", sublayer_norm=True)):
+    for how in (LEARN["zero, norm"], LEARN["mirror, norm"], LEARN["same, norm"]):
         blind, measured = (change(source, convert(source, how, 0, t), tokens) for t in (None, tokens))
         assert measured.hidden[0] < 0.9 * blind.hidden[0]
         assert change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2  # the norm's eps
@@ -188,7 +190,7 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
 @pytest.mark.parametrize(
     ("cfg", "how", "says"),
     [
-        ({}, Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, dex, same"),
+        ({}, Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, gated, dex, same"),
         ({}, Conversion(lambda_init=0.3), "leave lambda_init out"),
         ({}, Conversion(init="open"), "use second=random, or init=mirror"),
         ({}, Conversion(to="diff_v2", sublayer_norm=True), "use sublayer_norm=false"),

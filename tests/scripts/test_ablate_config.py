@@ -7,25 +7,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ablation.experiment import AblateConfig, evaluation_list, texts_of
 from ablation.jobs import environment
 from ablation.plan import Study
-from ablation.records import PUBLISHED, record_of, write_records
+from ablation.records import PUBLISHED, differing, record_of, recorded_start, write_records
 from ablation.study import PlannedRun
 from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
 from eval.report.runs import Run
+from model.config import DecoderConfig
+from model.conversion import Conversion, converted_config
 from scripts import ablate  # noqa: F401  # registers its schema
 from tests.scripts.conftest import Call, quoted
+from training.run import TrainConfig
 
 SCRIPT = "scripts/ablate.py"
 ARMS = ("baseline", "gated", "diff", "diff_v2")
 # By name, so that a user's file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
-EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", *STUDIES.split())
+EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", "pretrained", *STUDIES.split())
 SIZES = {"cpu": (1.05e6, "16", "16"), "cpu_long": (1.05e6, "8", "32"), "gpu": (29.4e6, "16", "48")}
 SIZES |= {"gpu_12m": (11.8e6, "16", "32")}
 
@@ -54,7 +58,7 @@ def untuned(cfg: AblateConfig, folder: Path) -> tuple[list, dict[str, PlannedRun
 OF_TIERS = [*(("ablation_v1", tier) for tier in SIZES), ("main", "gpu_12m")]
 
 
-@pytest.mark.parametrize(("experiment", "tier"), [*((name, None) for name in EXPERIMENTS), *OF_TIERS])
+@pytest.mark.parametrize(("experiment", "tier"), [*((name, None) for name in EXPERIMENTS if name != "pretrained"), *OF_TIERS])
 def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | None, shards: Path, tmp_path: Path) -> None:
     cfg = composed(shards, f"experiment={experiment}", "seeds=1", *([f"tier={tier}"] if tier else []))
     if cfg.grid and not cfg.tune.each:  # the points of their grids differ in training alone, not in the models
@@ -74,6 +78,29 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | 
     if experiment == "ablation_v1" and not tier:  # the shapes of Table 6
         assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
         assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
+
+
+def test_arms_begin_with_converted_models_and_their_records_tell_the_shapes(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ways = {"zero": {}, "mirror": {"init": "mirror"}, "head_norm": {"to": "same", "sublayer_norm": True}}
+    ways |= {to: {"to": to} for to in ("same", "diff_v2", "gated", "dex")}
+    source = DecoderConfig(n_layer=2, n_head=2, d_model=32, d_ff=48, vocab_size=5000)
+    for way, options in ways.items():
+        folder = tmp_path / "runs" / "pretrained" / way
+        folder.mkdir(parents=True)
+        config = TrainConfig(model=converted_config(source, Conversion(**options)))
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    arms, runs = untuned(composed(shards, "experiment=pretrained", "seeds=1"), tmp_path)
+    models = {arm.arm: runs[f"{arm.name}-s1"].config.model for arm in arms}
+    assert [model.layers for model in models.values()] == list("bddvgbx") and len(runs) == 14
+    assert {(model.n_layer, model.d_model, model.d_ff, model.context) for model in models.values()} == {(2, 32, 48, 1024)}
+    assert models["head_norm"].baseline.head_norm == "affine" and models["mirror"].diff.lambda_warmup == 0
+    assert models["zero"].diff.lambda_init == 0 and models["zero"].diff.lambda_warmup == 200
+    records = [{"config": differing(asdict(run.config))} for run in runs.values()]
+    assert recorded_start("/elsewhere/pretrained/zero", records) == models["zero"]
+    assert recorded_start("runs/other/zero", records) is None
 
 
 def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(shards: Path, tmp_path: Path) -> None:
