@@ -52,6 +52,7 @@ class AblateConfig:
     profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers; a table each
     pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
     forest: dict[str, str] = field(default_factory=dict)  # compared metric -> its title in forest.png, the figure of all pairs
+    plane: dict[str, str] = field(default_factory=dict)  # two compared metrics -> their titles in plane.png, a dot per arm
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
@@ -103,10 +104,13 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
         ("compared", cfg.compared, "metrics", cfg.metrics),
         ("covariate", [cfg.covariate], "compared", cfg.compared),
         ("forest", cfg.forest, "compared", cfg.compared),
+        ("plane", cfg.plane, "compared", cfg.compared),
         ("tune.at", [cfg.tune.at], "grid", cfg.grid),
     ):
         if unknown := [name for name in names if name is not None and name not in known]:
             raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
+    if len(cfg.plane) not in (0, 2):
+        raise ValueError(f"plane names {len(cfg.plane)} metrics: name the two whose differences it shows")
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")

@@ -10,7 +10,7 @@ from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from eval.report import study_tables
 from eval.report.comparison import Comparison, fit_sizes, profile
-from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_grid, draw_losses, slug
+from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_grid, draw_losses, draw_plane, slug
 from eval.report.runs import Arm
 
 FAMILIES = ("gap_*", "grid_*")  # figures that not every command draws
@@ -87,6 +87,10 @@ class Results:
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
+        if cfg.plane:
+            paths.append(folder / "plane.png")
+            last = [arm for arm in self.comparison.arms if arm.point == self.comparison.points[-1]]
+            draw_plane(paths[-1], last, {title: self.comparison.drawn(metric) for metric, title in cfg.plane.items()})
         return paths
 
 

@@ -191,3 +191,20 @@ def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
             _draw_differences(ax, shown, rows if ax is axes[0, 0] else [""] * len(rows))
             ax.set_title(metric)
             ax.set_xlabel("lower loss ←    difference (nats)    → higher loss", fontsize=9)
+
+
+def draw_plane(path: Path, arms: list[Arm], differences: Mapping[str, Sequence[Difference]]) -> None:
+    """Two metrics at once: a dot per arm, with the intervals of both. differences: title of an axis -> those of all arms."""
+    (across, up), found = differences, [{one.arm: one for one in of} for of in differences.values()]
+    with figure(path, 7.2, 5.0, grid="") as axes:
+        ax = axes[0, 0]
+        ax.axhline(0, color=INK, linewidth=0.8)
+        ax.axvline(0, color=INK, linewidth=0.8)
+        shown = [(found[0][arm.name], found[1][arm.name], arm) for arm in arms if all(arm.name in of for of in found)]
+        for place, (x, y, arm) in enumerate(sorted(shown, key=lambda one: one[0].mean)):
+            bars = [[[d.mean - d.low], [d.high - d.mean]] if d.low is not None else None for d in (y, x)]
+            ax.errorbar(x.mean, y.mean, *bars, fmt="o", color=arm.colour, elinewidth=0.9)
+            offset, side = ((5, 4), "bottom") if place % 2 else ((5, -4), "top")  # so that fewer names cross
+            at = {"xytext": offset, "textcoords": "offset points", "va": side}
+            ax.annotate(arm.arm, (x.mean, y.mean), **at, fontsize=9, color=arm.colour)
+        ax.set(xlabel=f"{across}: lower loss ←   difference (nats)   → higher", ylabel=f"{up}: difference (nats)")

@@ -156,6 +156,17 @@ def test_the_forest_has_its_tables_paired_intervals(arms: list[Arm], tmp_path: P
     assert [one.p_holm for one in alone] == holm([one.p for one in alone])
 
 
+def test_the_plane_has_the_tables_means_and_intervals(arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {"valid": "perplexity.loss", "train": "train.val_loss"}
+    comparison, dots = Comparison(arms, both, compared=list(both)), []
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda ax, *place, **look: dots.append(place))
+    x, y = drawn = [comparison.drawn(metric) for metric in both]
+    figures.draw_plane(tmp_path / "plane.png", arms, dict(zip(both, drawn, strict=True)))
+    pairs = [(a, b) for a in x for b in y if a.arm == b.arm]
+    expected = [(a.mean, b.mean, *([[d.mean - d.low], [d.high - d.mean]] for d in (b, a))) for a, b in pairs]
+    assert dots == sorted(expected) and dots
+
+
 def test_one_seed_gives_a_difference_without_a_claim_and_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:
     absent = "Without a row, for lack of an arm or of a number for a common seed: gate (gated - baseline)."
     assert remarks(Comparison(arms, METRICS, parts=PAIRS)) == [ABOUT, absent]
