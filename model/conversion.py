@@ -160,9 +160,9 @@ def _keep(old: dict[str, Tensor], new: dict[str, Tensor], target: nn.Module, how
 
     DEX's matrix has a gradient all the same, because lambda starts at 0.1.
     """
-    new |= old
-    for name in new.keys() & {"noise.weight", "gate_logits.weight"}:
+    for name in (new.keys() - old.keys()) & {"noise.weight", "gate_logits.weight"}:
         new[name] = torch.zeros_like(new[name])
+    new |= old
     new["out.weight"] = _over(old["out.weight"], 0.5 if how.to == "gated" else 1.0)
 
 

@@ -179,6 +179,8 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
         assert how.exact == (name in EXACT) == (change(source, model, tokens).max_logit < 1e-3)
         state = model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in before.items() if ".attention." not in name)
+    mixed = baseline(layers="gdx")
+    assert change(mixed, convert(mixed, Conversion(to="same")), tokens).max_logit == 0
     same = convert(source, Conversion(to="same"))
     for model in (source, same):
         assert model.cfg == source.cfg and all(torch.equal(value, before[k]) for k, value in model.state_dict().items())
