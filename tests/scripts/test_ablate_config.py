@@ -29,7 +29,8 @@ SCRIPT = "scripts/ablate.py"
 ARMS = ("baseline", "gated", "diff", "diff_v2")
 # By name, so that a user's file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
-EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", "pretrained", *STUDIES.split())
+OF_MAIN = "main main_controls main_paths main_lr main_42m main_family answer pretrained"
+EXPERIMENTS = (*OF_MAIN.split(), *STUDIES.split())
 SIZES = {"cpu": (1.05e6, "16", "16"), "cpu_long": (1.05e6, "8", "32"), "gpu": (29.4e6, "16", "48")}
 SIZES |= {"gpu_12m": (11.8e6, "16", "32")}
 
