@@ -100,8 +100,7 @@ def test_arms_begin_with_converted_models_and_their_records_tell_the_shapes(
     assert models["head_norm"].baseline.head_norm == "affine" and models["mirror"].diff.lambda_warmup == 0
     assert models["zero"].diff.lambda_init == 0 and models["zero"].diff.lambda_warmup == 200
     records = [{"config": differing(asdict(run.config))} for run in runs.values()]
-    assert recorded_start("/elsewhere/pretrained/zero", records) == models["zero"]
-    assert recorded_start("runs/other/zero", records) is None
+    assert [recorded_start(f"{of}/zero", records) for of in ("/elsewhere/pretrained", "other")] == [models["zero"], None]
 
 
 def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(shards: Path, tmp_path: Path) -> None:
