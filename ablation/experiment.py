@@ -109,8 +109,8 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
     ):
         if unknown := [name for name in names if name is not None and name not in known]:
             raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
-    if len(cfg.plane) not in (0, 2):
-        raise ValueError(f"plane names {len(cfg.plane)} metrics: name the two whose differences it shows")
+    if len(set(cfg.plane.values())) not in (0, 2) or len(cfg.plane) > 2:
+        raise ValueError(f"plane={cfg.plane} is not two metrics with two titles: name the two whose differences it shows")
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
@@ -159,7 +159,7 @@ def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
 def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
     """Refuse metrics that nothing writes, and in a tuned study those on the validation text, which chose the rates."""
     files = {one.file: one for one in evaluations}
-    for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
+    for name, path in (*cfg.metrics.items(), *cfg.profiles.items(), ("tune.metric", cfg.tune.metric)):
         file, _, key = path.partition(".")
         if file == "train" or name == "tune.metric":
             if file != "train" or not (key in OF_TRAINING or re.fullmatch(r"tokens_to_(\d*\.)?\d+", key)):

@@ -37,8 +37,8 @@ class NgramsConfig(FindingsConfig):
     shards: str = MISSING  # the study's prepared folder
     text: str | None = None  # test text; None: the validation shards
     metrics: list[str] = field(default_factory=lambda: ["books", "AR-Hit"])  # of the study on this text: loss, recalled tokens
-    tokens: list[int] = field(default_factory=list)  # training tokens; []: those of the study's points
-    orders: list[int] = field(default_factory=lambda: [3, 4, 5])  # n
+    tokens: Annotated[list[int], "[1, inf)"] = field(default_factory=list)  # training tokens; []: those of the study's points
+    orders: Annotated[list[int], "[1, inf)"] = field(default_factory=lambda: [3, 4, 5])  # n
     context: Annotated[int, "[2, inf)"] = 256  # tokens per window, as the study's model.context
     test_tokens: Annotated[int, "[1, inf)"] = 524_288  # largest number of tokens to test on, as the study's text_tokens
     seed: int = 1  # of the order of the training windows
@@ -77,12 +77,13 @@ def probabilities(tables: list[Counts], windows: np.ndarray, vocab_size: int) ->
     """(n, T) probability of each target of windows (n, T + 1)."""
     p = np.full((windows.shape[0], windows.shape[1] - 1), 1 / vocab_size)
     for k, table in enumerate(tables, 1):
-        codes = ngram_codes(windows, k, vocab_size)[:, k == 1 :]  # the target of the first code is token max(k - 1, 1)
+        first = max(k - 1, 1)  # the first token that is a target and ends a k-gram of its window
+        codes = ngram_codes(windows, k, vocab_size)[:, first - (k - 1) :]
         count = _at(table.grams, table.counts, codes)
         total, kinds = (_at(table.contexts, values, codes // vocab_size) for values in (table.sums, table.kinds))
-        lower = p[:, max(k - 2, 0) :]
+        lower = p[:, first - 1 :]
         mixed = (np.maximum(count - table.discount, 0) + table.discount * kinds * lower) / np.maximum(total, 1)
-        p[:, max(k - 2, 0) :] = np.where(total > 0, mixed, lower)
+        p[:, first - 1 :] = np.where(total > 0, mixed, lower)
     return p
 
 
@@ -170,7 +171,8 @@ def draw(path: Path, rows: list[dict[str, Any]], arms: list[dict[str, Any]], met
 
 
 def mean(arm: dict[str, Any], metric: str) -> float:
-    return float(np.mean([run["values"][metric] for run in arm["runs"]]))
+    values = [run["values"][metric] for run in arm["runs"]]
+    return float(np.mean([value for value in values if value is not None]))  # a run that diverged has none
 
 
 def tokens_read(arm: dict[str, Any]) -> int:

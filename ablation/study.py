@@ -51,8 +51,6 @@ class Evaluation:
     def other_setting(self, had: Mapping[str, Any]) -> str | None:
         """The first setting that `had`, of a result, has otherwise; what an older result lacks had its default."""
         before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
-        if self.name == "harness" and set(now.get("tasks", ())) <= set(before.get("tasks", ())):
-            before |= {key: now.get(key) for key in ("tasks", "include_path")}  # it may have tasks of other commands
         keys = [key for key in self.default if key not in ("device", "batch")]  # not those that only older code has
         return next((key for key in keys if before.get(key) != now.get(key)), None)
 
@@ -152,11 +150,11 @@ class PlannedRun:
     def evaluated(self, evaluation: Evaluation) -> bool:
         try:
             content = json.loads((self.folder / "eval" / f"{evaluation.file}.json").read_text())
-            dict(content["config"]), dict(content["results"])
+            whole = isinstance(content["config"], dict) and isinstance(content["results"], dict)
         except (OSError, ValueError, KeyError, TypeError):  # none, or damaged
             return False
         fingerprint = (read_json(self.folder / "tokenizer.json") or {}).get("fingerprint")
-        return content.get("step") == self.config.steps and not self.fault(evaluation, content, fingerprint)
+        return whole and content.get("step") == self.config.steps and not self.fault(evaluation, content, fingerprint)
 
     def check(self, arguments: list[str], code: int, output: str) -> bool:
         """After a command: whether to go on with the next. ValueError if it failed; a loss that diverged is a result."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench import timing
-from bench.models import BenchConfig, autocast, mixed, model_config, random_tokens, variants
+from bench.models import BenchConfig, mixed, model_config, random_tokens, variants
 from bench.timing import Row, attempt, peak_growth, time_in_turn
 from model.attention import backends
 from model.attention.backends import BACKENDS, ROUTES
@@ -27,12 +27,11 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
     rows = []
     chosen = cfg.variants or [variant for variant in variants(cfg) if not mixed(cfg, variant)]
     for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
-        arms = [
-            (Row({"length": length, "variant": variant, "backend": backend}), arm)
-            for variant, backend in itertools.product(chosen, cfg.backends or BACKENDS)
-            for arm in [attempt(partial(AttentionArm, cfg, variant, backend, length, world))]
-            if backend not in ROUTES or getattr(arm, "differential", True)
-        ]
+        arms = []
+        for variant, backend in itertools.product(chosen, cfg.backends or BACKENDS):
+            arm = attempt(partial(AttentionArm, cfg, variant, backend, length, world))  # or why there is none
+            if backend not in ROUTES or isinstance(arm, str) or arm.differential:
+                arms.append((Row({"length": length, "variant": variant, "backend": backend}), arm))
         group = [row for row, _ in arms]
         for measure in AttentionArm.MEASURES:
             works = [arm if isinstance(arm, str) else partial(arm.run, measure) for _, arm in arms]
@@ -56,7 +55,7 @@ class AttentionArm:
             raise ValueError("the fused kernel needs a CUDA GPU")  # Triton's interpreter tells nothing about its time
         if mixed(cfg, variant):
             raise ValueError("its layers are of several variants: see their rows")
-        self.device, self.autocast = world.device, autocast(cfg, world)
+        self.device, self.autocast = world.device, world.autocast(cfg.dtype)
         on_cpu = world.device.type == "cpu"
         heads, width = cfg.heads or (8 if on_cpu else 16), cfg.width or (32 if on_cpu else 64)
         shape = {"n_layer": 1, "n_head": heads, "head_dim": width, "d_model": heads * width, "context": length}

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.models import VOCABULARY, BenchConfig, autocast, model_config, random_tokens, variants
+from bench.models import VOCABULARY, BenchConfig, model_config, random_tokens, variants
 from bench.timing import Row, attempt, paired_ratios, time_in_turn
 from model.cache import KVCache
 from model.decoder import Decoder
@@ -36,7 +36,7 @@ class Decoding:
             raise ValueError(f"length {length} leaves nothing to cache")
         changes = {"vocab_size": VOCABULARY, "context": max(length, cfg.model.context)}
         self.model = Decoder(model_config(cfg, variant, **changes)).to(world.device).eval()
-        self.autocast, self.cache = autocast(cfg, world), KVCache(length)
+        self.autocast, self.cache = world.autocast(cfg.dtype), KVCache(length)
         self.tokens = random_tokens(cfg.batch or 1, length, VOCABULARY, world)
         self.last = torch.tensor([length - 1], device=world.device)
         with torch.no_grad(), self.autocast:

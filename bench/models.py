@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eval.common import model_files
 from model.config import DecoderConfig
-from training.distributed import World, pick_dtype
+from training.distributed import World
 from training.optim import OptimConfig
 
 VOCABULARY = 4096  # unless model.vocab_size= is given
@@ -44,12 +44,6 @@ def variants(cfg: BenchConfig) -> list[str]:
 def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfig:
     """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), model_files()[variant], changes))
-
-
-def autocast(cfg: BenchConfig, world: World) -> torch.autocast:
-    """A context that computes in the dtype of `cfg`."""
-    dtype = pick_dtype(cfg.dtype, world.device)
-    return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def random_tokens(rows: int, length: int, vocabulary: int, world: World) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import timing
-from bench.models import VOCABULARY, BenchConfig, autocast, model_config, random_tokens, variants
+from bench.models import VOCABULARY, BenchConfig, model_config, random_tokens, variants
 from bench.timing import Row, attempt, median_interval, paired_ratios, peak_growth, time_in_turn
 from model.decoder import Decoder
 from training.distributed import World, join_world, pick_dtype
@@ -37,7 +37,7 @@ class TrainingStep:
         self._prepare(cfg, random_tokens(batch, cfg.model.context + 1, vocabulary, world), world)
 
     def _prepare(self, cfg: BenchConfig, rows: Tensor, world: World) -> None:
-        self.rows, self.autocast, self.clip = rows, autocast(cfg, world), cfg.optim.clip or float("inf")
+        self.rows, self.autocast, self.clip = rows, world.autocast(cfg.dtype), cfg.optim.clip or float("inf")
         self.inputs, self.targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
         self.net = self.compiled() if compiled else self.model
@@ -89,9 +89,9 @@ class NanoGPTStep(TrainingStep):
         return self.net(self.inputs, self.targets)[1]
 
 
-def nanogpt(folder: str | None) -> ModuleType:
+def nanogpt(folder: str) -> ModuleType:
     """The module model.py of a nanoGPT checkout. ValueError, with what to type, for any other folder."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder or "") / "model.py")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder) / "model.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -109,19 +109,15 @@ def _build(build: Callable, *arguments: Any) -> None:
     _step[:] = [build(*arguments)]
 
 
-def _take_step() -> None:
-    _step[0]()
-
-
-def _facts(device: torch.device) -> dict[str, float | None]:
-    return _step[0].facts(device)
+def _ask(function: Callable, *arguments: Any) -> Any:
+    return function(_step[0], *arguments)
 
 
 def remote_step(processes: contextlib.ExitStack, *build: Any) -> Callable:
-    """A step that `build`, a function and its arguments, makes in a new process. A call takes it there, or calls a function."""
+    """A step that `build`, a function and its arguments, makes in a new process. A call takes or asks it there."""
     pool = processes.enter_context(ProcessPoolExecutor(1, mp_context=timing.PROCESSES))
     pool.submit(_build, *build).result()
-    return lambda function=_take_step, *arguments: pool.submit(function, *arguments).result()
+    return lambda function=TrainingStep.__call__, *arguments: pool.submit(_ask, function, *arguments).result()
 
 
 def our_step(cfg: BenchConfig, batch: int) -> TrainingStep:
@@ -177,7 +173,7 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
         time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
         for row, step in zip(rows, steps, strict=True):
             if row.seconds:
-                row.facts = step(_facts, world.device)
+                row.facts = step(TrainingStep.facts, world.device)
     fastest = min((row for row in rows[::2] if row.seconds), key=lambda row: median(row.seconds[MEASURE]), default=None)
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         if its.seconds and ours.seconds:

@@ -21,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import CONFIG_DIR
 
+OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)  # of experiments
+
 
 def compose_job(name: str, overrides: list[str]) -> Any:
     """The configuration that the command `name` gets from these overrides.

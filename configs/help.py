@@ -1,8 +1,6 @@
 """The text of `--help`: what a command does, its configuration groups, and its fields as they stand in the code."""
 
 import inspect
-import os
-import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -10,16 +8,15 @@ from pathlib import Path
 
 import yaml
 
+from configs.files import say
+
 FOOTER = """# MISSING: required. None: type null. Override any field as KEY=VALUE. -m KEY=A,B runs once per value.
 # --cfg job --resolve prints the configuration that the chosen groups and overrides give."""
 
 
 def print_help(name: str, schema: type, about: str) -> None:
     """Print the help of the command `name`. about: its module's docstring."""
-    try:
-        print("\n\n".join([about.strip(), *_groups(Path(__file__).parent, name), *_sources(schema), FOOTER]), flush=True)
-    except BrokenPipeError:  # the reader (head, a pager) has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say("\n\n".join([about.strip(), *_groups(Path(__file__).parent, name), *_sources(schema), FOOTER]))
 
 
 def _sources(schema: type, prefix: str = "") -> Iterator[str]:

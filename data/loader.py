@@ -62,8 +62,8 @@ def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
 
 
 def permute(index: int, n: int, seed: int) -> int:
-    """The number at position `index` of a shuffled range(n), in O(1) memory: a Feistel network on the smallest power of four
-    that is n or more, repeated until the value is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """The number at position `index` of a shuffled range(n), in O(1) memory: a Feistel network on a power of four that is n or
+    more, repeated until the value is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     assert 0 < n <= 2**62 and 0 <= index < n
     half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased
@@ -106,7 +106,7 @@ class Mixture:
     """A mixture of `parts` (source, weight in percents): of any 100 consecutive samples, exactly `weight` come from each."""
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
-        self.sources, self.weights = ([part[i] for part in parts] for i in (0, 1))
+        self.sources, self.weights = zip(*parts, strict=True)
         self._turn, self._before = _pattern(self.weights)
 
     def source_of(self, index: int) -> int:
@@ -120,7 +120,7 @@ class Mixture:
         return self.sources[which].sample(number, hash_seed(seed, which))  # another seed: equal sources differ in order
 
 
-def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
+def _pattern(weights: Sequence[int]) -> tuple[list[int], list[int]]:
     """For each of 100 slots: the source (the one furthest behind its share), and how many slots it has had before."""
     assert sum(weights) == 100, weights
     turn, before, taken = [], [], [0] * len(weights)

@@ -250,7 +250,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     """
     if not cfg.dataset:
         raise ValueError("data=hf needs a data set: add data.dataset=OWNER/NAME, or a folder")
-    folder = cfg.dataset if Path(cfg.dataset).is_dir() else ""
+    builder = cfg.data_files and cfg.dataset in ("arrow", "csv", "json", "parquet", "text")  # datasets prefers it to a folder
+    folder = cfg.dataset if not builder and Path(cfg.dataset).is_dir() else ""
     # Files beside OWNER/NAME lie on the hub; those beside a builder, such as json or parquet, are local.
     local = os.path.join(folder, cfg.data_files or "") if folder or "/" not in cfg.dataset else ""
 

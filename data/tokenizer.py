@@ -250,13 +250,16 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
             return build_tokenizer(TokenizerConfig("gpt2") if foreign.name == "bpe" else foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
     content = read_json_object(path, AGAIN)
-    name = content.get("name")
-    if name == "hf":
-        tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path, content.get("special", False))
-    elif name == "bpe":
-        tokenizer = Tokenizer(_bpe_encoding([base64.b64decode(token) for token in content["tokens"]], content["pattern"]))
-    else:
-        tokenizer = Tokenizer(_encoding(name))
+    try:
+        name = content["name"]
+        if name == "hf":
+            tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path, content.get("special", False))
+        elif name == "bpe":
+            tokenizer = Tokenizer(_bpe_encoding([base64.b64decode(token) for token in content["tokens"]], content["pattern"]))
+        else:
+            tokenizer = Tokenizer(_encoding(name))
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged, it has no {error}: {AGAIN}") from None
     if tokenizer.fingerprint != content.get("fingerprint"):
         raise ValueError(f"{path} does not match its fingerprint: {AGAIN}")
     return tokenizer

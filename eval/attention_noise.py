@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -147,28 +148,25 @@ def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: b
     """
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
     for r, reading in enumerate(READINGS):
-        results[reading] = results["se"][reading] = results["noise"][reading] = None
+        means, errors, noise = None, None, None
         if signed or reading == "absolute":
-            results[reading], results["se"][reading] = over_samples(normalised(masses[:, :, r]), depths)
-            at_depth = results[reading]["depths"]
-            results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
+            means, errors = over_samples(normalised(masses[:, :, r]), depths)
+            noise = {depth: sum(shares[bucket] for bucket in NOISE) for depth, shares in means["depths"].items()}
+        results[reading], results["se"][reading], results["noise"][reading] = means, errors, noise
         # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
         results["per_layer_head"][reading] = {
             depth: {bucket: by_layer(mean[:, b], heads) for b, bucket in enumerate(BUCKETS)}
             for depth, mean in zip(depths, masses[:, :, r].mean(axis=1), strict=True)  # (heads, 5) each
         }
     layers = np.split(masses[:, :, READINGS.index("signed")], np.cumsum(heads)[:-1], axis=-2)
-    per_layer = signed and over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)[0]
-    return results | {"signed_per_layer": per_layer or None}
+    shares = np.mean([normalised(layer) for layer in layers], axis=0) if signed else None
+    return results | {"signed_per_layer": over_samples(shares, depths)[0] if signed else None}
 
 
 def over_samples(shares: np.ndarray, depths: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """One reading's results from shares (depths, samples, 5): means by depth and overall, and errors by depth."""
     stats = np.array([[mean_se(bucket) for bucket in share.T] for share in shares])  # (depths, 5, mean and error)
-    means, errors = (
-        {depth: dict(zip(BUCKETS, row, strict=True)) for depth, row in zip(depths, table.tolist(), strict=True)}
-        for table in (stats[..., 0], stats[..., 1])
-    )
+    means, errors = (pd.DataFrame(table, depths, BUCKETS).to_dict("index") for table in np.moveaxis(stats, -1, 0))
     answer, answer_se = over_depths(shares[..., BUCKETS.index("answer")])
     noise, noise_se = over_depths(shares[..., [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=-1))
     mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import read_json_object, read_run_config, write_atomic, write_json
+from configs.files import read_json_object, read_run_config, say, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
@@ -177,14 +176,6 @@ def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 def plus_minus(value: float, se: float, form: str = ".3f") -> str:
     """`value` ± `se` in the format `form`, or the value alone where its error is not known (nan)."""
     return f"{value:{form}}" if math.isnan(se) else f"{value:{form}} ± {se:{form.removeprefix('+')}}"
-
-
-def say(text: str) -> None:
-    """Print `text`. A reader that has left, as of `| head`, is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
 
 
 def run_name(run: str | Path) -> str:

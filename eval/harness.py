@@ -160,10 +160,11 @@ def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """What is printed: the tasks of this command."""
+    """What is printed."""
     printed = []
     for task, metrics in results["tasks"].items():
-        values = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
+        shown = {key: value for key, value in metrics.items() if value is not None and "stderr" not in key}
+        values = [f"{key} {value if isinstance(value, int) else f'{value:.4g}'}" for key, value in shown.items()]
         printed.append(f"{task}: {', '.join(values)}")
     cut = f"{results['truncated']} contexts cut to {results['length']} tokens"
     return [*printed, cut] if results["truncated"] else printed
@@ -178,7 +179,7 @@ def main(cfg: HarnessConfig) -> None:
     if cfg.file is not None and not Path(cfg.file).is_file():
         raise FileNotFoundError(f"there is no file {cfg.file}: correct file=")
     run = common.open_run(cfg)
-    name, about = common.claim_result("harness", cfg, (Path(file).read_bytes() for file in [cfg.file]))
+    name, about = common.claim_result("harness", cfg, [Path(cfg.file).read_bytes()] if cfg.file else [])
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg) | about
     common.write_result(run, cfg, name, results, lines(results))
 

@@ -96,12 +96,15 @@ def read_examples(path: Path) -> list[Example]:
         raise FileNotFoundError(f"there is no file {path}: correct examples= or test=")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [(row["text"], row.get("label") or row["category"]) for row in csv.DictReader(file)]
+            reader = csv.DictReader(file)
+            rows = [(row["text"], row["label" if "label" in reader.fieldnames else "category"] or "") for row in reader]
         examples = [Example(" ".join(text.split()), label.replace("_", " ")) for text, label in rows]
     except (ValueError, KeyError, AttributeError, csv.Error):
         examples = []
     if not examples:
         raise ValueError(f"{path} has no examples: give a CSV file in UTF-8 with the header text,label")
+    if empty := [number for number, example in enumerate(examples, 1) if not example.label]:
+        raise ValueError(f"example {empty[0]} of {path} has no label: give it one, or leave it out")
     return examples
 
 

@@ -87,11 +87,10 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
     """Mean accuracy of cells, its standard error (nan for single contexts), and the mean rank accuracy where it is measured."""
-    errors = [math.nan if cell["se"] is None else cell["se"] for cell in cells]
-    ranks = [cell["rank_accuracy"] for cell in cells if cell.get("rank_accuracy") is not None]
+    ranks = [cell["rank_accuracy"] for cell in cells if cell["rank_accuracy"] is not None]
     return {
         "accuracy": float(np.mean([cell["accuracy"] for cell in cells])),
-        "se": math.sqrt(sum(error**2 for error in errors)) / len(cells),
+        "se": math.sqrt(sum(cell["se"] ** 2 for cell in cells)) / len(cells),
         "rank_accuracy": float(np.mean(ranks)) if ranks else None,
     }
 
@@ -103,11 +102,11 @@ def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
     height = 2.2 + 0.5 * depths
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
-            heatmap(ax, cells_of(results["cells"], needles, asked), results.get("context"))
+            heatmap(ax, cells_of(results["cells"], needles, asked), results["context"])
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
+def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int) -> None:
     """Accuracy and its standard error by length and depth, for the cells of one (N, R); * marks more than the context."""
     lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
@@ -121,7 +120,7 @@ def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
             ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", **look)
             if not math.isnan(cell["se"]):
                 ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
-    longer = [length > (context or length) for length in lengths]
+    longer = [length > context for length in lengths]
     label = f"context (tokens); n = {cells[0]['samples']} a cell, ± standard error"
     ax.set_xlabel(label + "\n* longer than in training" * any(longer), fontsize=9.5)
     ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")

@@ -135,7 +135,8 @@ def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention
     the baseline's head (2p + c) r + i mod r, which used key head 2p + c. Output columns follow their baseline heads.
     """
     r = target.heads // target.kv_heads
-    order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()  # of baseline heads
+    # baseline heads (pairs, 2, r) -> (pairs, r, 2): query head i of a pair, then its component c
+    order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()
     new |= old
     for name in ("q.weight", "q.bias"):
         if name in old:

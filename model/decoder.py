@@ -230,15 +230,15 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     cfg = cfg.filled()
     if cfg.d_ff is not None:
         return cfg
-    own = 8 * cfg.d_model / 3 if cfg.mlp == "swiglu" else 4 * cfg.d_model  # LLaMA's and GPT-2's own widths
-    hidden = cfg.baseline_d_ff or max(8, round(own / 8) * 8)
+    usual = 8 * cfg.d_model / 3 if cfg.mlp == "swiglu" else 4 * cfg.d_model  # LLaMA's and GPT-2's widths
+    hidden = cfg.baseline_d_ff or max(8, round(usual / 8) * 8)
     if cfg.match == "none" or set(cfg.layers) == {"b"}:
         return replace(cfg, d_ff=hidden)
     baseline, variant = _budget(replace(cfg, layers="b")), _budget(cfg)
     inner = 2 if cfg.mlp == "swiglu" else 1  # matrices into the FFN's hidden width; one leads out of it
     unit = 6 * cfg.d_model * (inner + 1) if cfg.match == "flops" else cfg.d_model * (inner + 1) + cfg.bias * inner
-    per_unit = cfg.n_layer * unit
-    target = hidden + (baseline - variant) / per_unit
+    per_unit = cfg.n_layer * unit  # what one more unit of d_ff costs the stack
+    target = hidden + (baseline - variant) / per_unit  # the width, not yet whole, at which the budgets are equal
     if target < 1:
         wrong = f"attention of layers={cfg.layers} alone exceeds the baseline's budget at d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use fewer heads or paths, or model.match=none")

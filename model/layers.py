@@ -62,17 +62,14 @@ def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, ep
 
 
 def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), depth: int = 1) -> None:
-    """Set all weights: matrices normal with std 0.02, norms 1, biases 0; then call each submodule's `init_own(generator)`.
+    """Set all weights: matrices normal with std 0.02, biases 0; then call each submodule's `init_own(generator)`.
 
     Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: their std is
     0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape, so variants share those that
-    they both have. Submodules from elsewhere, such as norms from a factory, set their weights by `reset_parameters()`.
+    they both have. Norms, also those from a factory, set their weights by `reset_parameters()`.
     """
-    owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     for name, p in module.named_parameters():
-        if isinstance(owners[id(p)], (RMSNorm, LayerNorm)):
-            nn.init.ones_(p) if name.endswith("weight") else nn.init.zeros_(p)
-        elif name.endswith("bias"):
+        if name.endswith("bias"):
             nn.init.zeros_(p)
         elif p.dim() == 2:
             std = 0.02 / (2 * depth) ** 0.5 if name.endswith(residual) else 0.02

@@ -12,10 +12,8 @@ import sys
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train  # noqa: F401  # registers its schema
 from ablation.experiment import AblateConfig, refuse_unknown_arms
@@ -26,8 +24,6 @@ from ablation.study import PlannedRun, read_epochs
 from configs import command
 from eval.overlap import refuse_overlap
 from eval.report.runs import refuse_other_settings, refuse_other_shards
-
-OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
 
 
 @command("ablate", AblateConfig)

@@ -82,8 +82,8 @@ def main(cfg: ConvertConfig) -> None:
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
-    record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
-    print("\n".join(describe(record, how)))
+    record = convert_run(how, source, windows, cfg)
+    print("\n".join(describe(record)))
     if settings:
         print(write_settings(settings.config, Path(cfg.run_dir)))
     more = {"steps": 500} | (settings.training if settings else {})
@@ -122,9 +122,7 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     return cut_windows(parts, length, max(cfg.tokens, length))
 
 
-def convert_run(
-    how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
-) -> dict[str, Any]:
+def convert_run(how: Conversion, source: LoadedRun, windows: np.ndarray | None, cfg: ConvertConfig) -> dict[str, Any]:
     """Convert `source`, measure what has changed, and write the run directory; returns the record of the conversion."""
     shape, generator = (4, min(source.model.cfg.context, 128)), torch.Generator().manual_seed(cfg.seed)
     tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=generator)  # (B, T)
@@ -133,7 +131,7 @@ def convert_run(
     model = convert(source.model, how, cfg.seed, tokens)
     record = {
         "source": str(source.path),
-        "run": run_dir.name,
+        "run": Path(cfg.run_dir).name,
         "conversion": asdict(how),
         "exact": how.exact,
         "seed": cfg.seed,
@@ -142,20 +140,20 @@ def convert_run(
         "version": version(),
         "text": "random tokens" if windows is None else "text",
         "tested": None if windows is None else digest(windows)[:16],
-        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact),
+        **measure(source, model, windows, tokens, cfg),
     }
-    write_run(run_dir, model, source, record)
+    write_run(Path(cfg.run_dir), model, source, record)
     return record
 
 
 def measure(
-    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
+    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig
 ) -> dict[str, Any]:
-    """The change of logits and hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
+    """The change of logits and hidden states on tokens (B, T); losses before and after if inexact; samples if cfg.debug."""
     device = pick_device(cfg.device)
     both = source.model.to(device), model.to(device)
     measured: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
-    if windows is not None and losses:
+    if windows is not None and (cfg.debug or not cfg.exact):
         measured["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
     if cfg.debug:
         prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
@@ -226,16 +224,16 @@ def write_settings(config: dict[str, Any], run_dir: Path) -> str:
     return f"axolotl    python scripts/export.py {words}, then axolotl train {path}"
 
 
-def describe(record: dict[str, Any], how: Conversion) -> list[str]:
+def describe(record: dict[str, Any]) -> list[str]:
     """What a conversion did, for the terminal."""
     change, (before, after), text = record["change"], record["parameters"], record["text"]
     logits = f"{change['max_logit']:.2g}, {change['mean_logit']:.2g} on average, over {change['tokens']:,} tokens"
     lines = [
-        f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in asdict(how).items()),
+        f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in record["conversion"].items()),
         f"parameters {before:,} -> {after:,}",
         f"logits     change by at most {logits} ({text})",
     ]
-    if not how.exact:
+    if not record["exact"]:
         lines.append("           this conversion changes the function")
     if "sample" in record:
         lines.append(f"hidden     change of each block's output, by its rms: {' '.join(f'{x:.1e}' for x in change['hidden'])}")

@@ -168,7 +168,6 @@ class Visit:
 
 def overrides(arm: str, changes: dict[str, Any]) -> list[str]:
     """What an arm of experiment=main gives to train.py at tier=gpu_12m with changes, without its text."""
-    OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
     folder = ROOT / "configs" / "ablations"
     tier, study = (OmegaConf.load(folder / path) for path in ("tier/gpu_12m.yaml", "experiment/base/main.yaml"))
     content = {"tier": OmegaConf.merge(tier, changes), "arm": OmegaConf.to_container(study)["arms"][arm]}

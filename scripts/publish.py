@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from ablation.records import PUBLISHED, records_of, rounded, thinned, write_records
 from configs import command
-from configs.files import write_atomic, write_json
+from configs.files import read_json_object, write_atomic, write_json
 
 # Numbers and table, as the commands name them.
 NAMES = ("report", "lambdas", "ngrams", "survival", "two_maps")
@@ -50,11 +50,11 @@ def main(cfg: PublishConfig) -> None:
 def publish_bench(source: Path, name: str) -> None:
     """Copy a bench's JSON, without this machine's folders, and its table."""
     table, target = source.with_suffix(".md"), ROOT / "docs" / "results" / "bench" / f"{name}.json"
-    if source.suffix != ".json" or not table.is_file():
-        raise ValueError(f"{source} is not a JSON file with its table beside it: give one that scripts/bench.py wrote")
+    content = read_json_object(source, "give one that scripts/bench.py wrote") if source.suffix == ".json" else {}
+    if "bench" not in content or not table.is_file():
+        raise ValueError(f"{source} is not a bench with its table beside it: give one that scripts/bench.py wrote")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(table, target.with_suffix(".md"))
-    content = json.loads(source.read_text())
     write_json(target, {**content, "config": without_folders(content.get("config"))})
     print(f"{target}: {put_into_documents(f'bench/{name}', table)}")
 

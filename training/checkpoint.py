@@ -347,10 +347,11 @@ def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
     for name, tensor in tensors.items():
         mine, begin = main, [0] * tensor.dim()
         if isinstance(tensor, DTensor):
+            split, begin = True, list(tensor.__create_chunk_list__()[0].offsets)
             places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-            mine = all(rank == 0 for rank, place in places if place.is_replicate())  # hsdp has several copies
-            begin, tensor, split = list(tensor.__create_chunk_list__()[0].offsets), tensor.to_local(), True
-            mine &= tensor.numel() > 0  # a tensor may have fewer rows than there are processes
+            first_copy = all(rank == 0 for rank, place in places if place.is_replicate())  # hsdp has several
+            tensor = tensor.to_local()
+            mine = first_copy and tensor.numel() > 0  # a tensor may have fewer rows than there are processes
         if mine:
             kept[name], begins[name] = tensor.detach().to("cpu", copy=copy).contiguous(), {"saved_offsets": begin}
     return kept, {"DCP_SHARDING_INFO": json.dumps(begins)} if split else None

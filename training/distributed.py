@@ -89,9 +89,12 @@ class World:
 
     def silent(self) -> str:
         """After a timeout: the ranks that do not write into the store, within PATIENCE, that they waited as well."""
-        self.store.set(f"waited_{self.rank}", "")
-        time.sleep(PATIENCE)
-        ranks = [str(rank) for rank in range(self.size) if not self.store.check([f"waited_{rank}"])]
+        try:
+            self.store.set(f"waited_{self.rank}", "")
+            time.sleep(PATIENCE)
+            ranks = [str(rank) for rank in range(self.size) if not self.store.check([f"waited_{rank}"])]
+        except dist.DistError:
+            return "the machine that holds the store"
         return f"rank {', '.join(ranks)}" if ranks else "the network between the ranks"
 
 

@@ -49,14 +49,14 @@ def status_gb(key: str) -> float | None:
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` and wandb, on rank 0. Lines after step `first`, where the run goes on, are dropped."""
+    """Appends to `metrics.jsonl` and wandb, on rank 0. Lines after step `first`, where a run goes on, are dropped (0: all)."""
 
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.seconds_before = 0.0  # of training, before a resume
         self.wandb = start_wandb(wandb, run_dir, config)  # before lines are dropped: if it fails, they stay
         if self.path.exists():
-            kept = [line for line in read_json_lines(self.path) if 0 < first >= line.get("step", math.inf)]
+            kept = [line for line in read_json_lines(self.path) if first > 0 and line.get("step", math.inf) <= first]
             write_atomic(self.path, "".join(f"{json_text(line)}\n" for line in kept).encode())
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again

@@ -4,7 +4,7 @@ Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) makes one iteratio
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any
@@ -29,9 +29,7 @@ class OptimConfig:
     stays at the peak and falls linearly to min_lr * peak over the last share `decay` of the steps.
     """
 
-    name: Annotated[str, ("adamw", "muon")] = (
-        "adamw"  # adamw: for all parameters; muon: for the matrices of the blocks, with adamw for the rest
-    )
+    name: Annotated[str, ("adamw", "muon")] = "adamw"  # muon: for the matrices of the blocks, with adamw for the rest
     lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
     muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
     beta1: Annotated[float, "[0, 1)"] = 0.9  # AdamW: decay rate of the mean gradient
@@ -138,12 +136,9 @@ def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[tor
 
 def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
     """The inverse of `state_tensors`, for optimizers over the same parameters (the caller has compared `state_shapes`)."""
-    of: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, key = path.rsplit("/", 1)
-        of.setdefault(name, {})[key] = tensor
     for optimizer, name, p in _named(optimizers):
-        optimizer.state[p] = of.get(name, {})
+        keys = [key for key in REMEMBERED[type(optimizer).__name__] if f"{name}/{key}" in tensors]
+        optimizer.state[p] = {key: tensors[f"{name}/{key}"] for key in keys}
 
 
 class Muon(torch.optim.Muon):
@@ -153,22 +148,17 @@ class Muon(torch.optim.Muon):
     the Guard sets, a step leaves weights and state as they are.
     """
 
-    _step_supports_amp_scaling = True
-
     def __init__(self, params: Iterable[dict], world: World | None = None, **options: Any) -> None:
         super().__init__(params, **options)
         self.rank, self.processes = (world.rank, world.size) if world else (0, 1)
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        if closure:
-            return super().step(closure)
+    def step(self) -> None:
         for group in self.param_groups:
             shaped = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.shape)
             for shape, same in groupby(shaped, key=lambda p: p.shape):
                 self._update(list(same), group, max(1.0, shape[0] / shape[1]) ** 0.5)
-        return None
 
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
         """One step of `params`, matrices of one shape (as torch.optim.Muon with adjust_lr_fn=original)."""
@@ -176,24 +166,24 @@ class Muon(torch.optim.Muon):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         share = Share(params[0], len(params), self.rank, self.processes)
-        held, grads = [local(p) for p in params], [local(p.grad) for p in params]
-        sums = [local(self.state[p]["momentum_buffer"]) for p in params]
+        weights, grads = [local(p) for p in params], [local(p.grad) for p in params]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         decay = 1 - group["lr"] * group["weight_decay"]
         if self.found_inf is not None:
             skip = self.found_inf.bool()
-            for grad, mean in zip(grads, sums, strict=True):
-                torch.where(skip, mean, grad, out=grad)  # such a gradient leaves the mean as it is
+            for grad, momentum in zip(grads, momenta, strict=True):
+                torch.where(skip, momentum, grad, out=grad)  # such a gradient leaves the momentum as it is
             decay = torch.where(skip, 1.0, decay)
-        torch._foreach_lerp_(sums, grads, 1 - group["momentum"])
-        steps = torch._foreach_lerp(grads, sums, group["momentum"]) if group["nesterov"] else sums
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        steps = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
         x = share.take(torch.stack([step.bfloat16() for step in steps]))  # (matrices of this process, rows, columns)
-        turned = x.shape[1] > x.shape[2]
-        x = orthogonalized(x.mT.contiguous() if turned else x, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        updates = share.give(x.mT if turned else x)
+        tall = x.shape[1] > x.shape[2]  # the products of rows are fewer after a transposition
+        x = orthogonalized(x.mT.contiguous() if tall else x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates = share.give(x.mT if tall else x)
         if self.found_inf is not None:
             updates = updates * (1 - self.found_inf).to(updates.dtype)
-        torch._foreach_mul_(held, decay)
-        torch._foreach_add_(held, [update.to(held[0].dtype) for update in updates], alpha=-group["lr"] * scale)
+        torch._foreach_mul_(weights, decay)
+        torch._foreach_add_(weights, [update.to(weights[0].dtype) for update in updates], alpha=-group["lr"] * scale)
 
 
 class Share:

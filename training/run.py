@@ -1,7 +1,6 @@
 """A training run as a folder: its configuration, its name, and how it begins, goes on or branches off another run."""
 
 import hashlib
-import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from configs.composing import in_sweep, swept_keys
-from configs.files import FolderLock, flatten, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
+from configs.files import FolderLock, flatten, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.stream import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer, text_digest
@@ -104,9 +103,11 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
 def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
     """Give `cfg` the model of the run `init_from`, but for the fields that `overrides` name; none if they choose a model."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    if not cfg.init_from or {"model", "size", "experiment"} & named or not (Path(cfg.init_from) / "config.yaml").is_file():
+    folders = [Path(folder) for folder in (cfg.init_from, cfg.run_dir if cfg.resume else None) if folder]
+    folder = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)  # the source may be gone
+    if not cfg.init_from or {"model", "size", "experiment"} & named or not folder:
         return
-    source = decoder_config(read_run_config(Path(cfg.init_from))["model"])
+    source = decoder_config(read_run_config(folder)["model"])
     for key in {"model.backend"} | {key for key in named if key.startswith("model.")}:
         *groups, field_name = key.split(".")[1:]
         place, ours = source, cfg.model
@@ -128,7 +129,8 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
     """`cfg` with the vocabulary and end of text, heads and matched FFN width."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
-        raise ValueError(f"model.vocab_size={cfg.vocab_size} is below the tokenizer's {tokenizer.vocab_size}: leave it at 0")
+        wrong = f"model.vocab_size={cfg.vocab_size} is below the tokenizer's {tokenizer.vocab_size}"
+        raise ValueError(f"{wrong}: leave it at 0, and with init_from= use data with that run's tokenizer")
     if cfg.document_mask and cfg.eot is None:
         cfg.eot = tokenizer.eot
     return matched(cfg)
@@ -203,30 +205,31 @@ class Run:
 
     def _begin(self, tokenizer: Tokenizer) -> int:
         """Make the folder of a new run, with what it takes from `init_from` or `branch_from`. Returns its first step."""
-        cfg, first, shared = self.cfg, 0, []
+        cfg, first = self.cfg, 0
         if cfg.init_from:
             source = Path(cfg.init_from)
             if not checkpoint.checkpoints(source):
                 raise ValueError(f"init_from={source} has no checkpoint: give the folder of a trained run")
             refuse_other_tokenizer(source, tokenizer, cfg.data.dir)
-            checkpoint.newest(source, lambda folder: checkpoint.load(folder, self.model), self.world.main)
+            step = checkpoint.newest(source, lambda folder: checkpoint.load(folder, self.model), self.world.main)
+            if self.world.largest(step) != step:
+                raise ValueError(f"the processes read different checkpoints of init_from={source}: wait until it is trained")
         if cfg.branch_from:
             trunk, at_decay = Path(cfg.branch_from), trunk_checkpoint(cfg)
             refuse_other_tokenizer(trunk, tokenizer, cfg.data.dir)
             refuse_other_text(trunk, cfg.data)
             first = self._load(at_decay)
-            shared = [line for line in read_json_lines(trunk / "metrics.jsonl") if line.get("step", math.inf) <= first]
         if self.world.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or lock_run(self.folder)
             tokenizer.save(self.folder)
             write_config(cfg, self.folder)
-            if shared:
-                write_atomic(self.folder / "metrics.jsonl", "".join(f"{json_text(line)}\n" for line in shared).encode())
+            if cfg.branch_from and (trunk / "metrics.jsonl").is_file():
+                shutil.copyfile(trunk / "metrics.jsonl", self.folder / "metrics.jsonl")  # `Metrics` drops later lines
         return first
 
     def __enter__(self) -> "Run":
-        if self.world.main and self.first < self.cfg.steps:
+        if self.world.main:
             self.log = Metrics(self.folder, self.cfg.wandb, asdict(self.cfg), self.first)
             if self.first == 0:
                 self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
@@ -279,7 +282,7 @@ def lock_run(run_dir: Path) -> FolderLock:
 
 def trunk_checkpoint(cfg: TrainConfig) -> Path:
     """The checkpoint of `branch_from` at the step where this run's decay begins, up to which the two runs are equal."""
-    trunk, step = Path(cfg.branch_from or ""), decay_start(cfg.steps, cfg.optim)
+    trunk, step = Path(cfg.branch_from), decay_start(cfg.steps, cfg.optim)
     if cfg.optim.schedule != "wsd" or not step or not (trunk / "config.yaml").is_file():
         raise ValueError(f"branch_from={trunk}: give a longer run, and optim.schedule=wsd, optim.decay below 1 for both runs")
     advice = "this run must have the configuration of branch_from=, except steps"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import write_atomic
+from data.tokenizer import import_optional
 
 ID_FILE = "wandb_id.txt"  # the id of a run folder's wandb run, and the folder
 
@@ -46,7 +47,8 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
 def run_id(run_dir: Path) -> str:
     """The id of the folder's wandb run; a copy of a folder that still stands elsewhere gets another one."""
     path, here = run_dir / ID_FILE, str(run_dir.resolve())
-    known, folder = [*(path.read_text() if path.is_file() else "").split("\n"), here][:2]  # an older file has no folder
+    lines = path.read_text().split("\n") if path.is_file() else [""]
+    known, folder = lines[0], lines[1] if len(lines) > 1 else here  # an older file has no folder
     if not known or (folder != here and Path(folder, ID_FILE).is_file()):
         known = secrets.token_hex(4)
     write_atomic(path, f"{known}\n{here}".encode())
@@ -55,13 +57,7 @@ def run_id(run_dir: Path) -> str:
 
 def import_wandb(mode: str) -> Any | None:
     """The package wandb; None for mode off."""
-    if mode == "off":
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("wandb logging needs the package 'wandb': pip install wandb, or use wandb=off") from None
-    return wandb
+    return None if mode == "off" else import_optional("wandb", f"wandb={mode}")
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:

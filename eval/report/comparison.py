@@ -196,6 +196,6 @@ def fit_sizes(comparison: Comparison, metric: str) -> dict[str, Any]:
             "b": {seed: b for seed, (_, b) in fits.items()},
             "exponent": exponent,
             "at_size": middle,
-            "size_ratio": geometric_interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
+            "size_ratio": geometric_interval(ratios) if ratios and all(0 < ratio < math.inf for ratio in ratios) else None,
         }
     return results

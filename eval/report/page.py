@@ -178,15 +178,16 @@ def draw_report(arms: list[Arm], differences: list[Difference], folder: Path) ->
         facts["seeds"] = sorted({len(arm.runs) for arm in trained}) if several else []
         drawn.append(Figure("loss", "Loss", [image], facts))
     for name, evaluation, group, alt in DRAWN_BEFORE:
-        if images := drawn_by(arms, evaluation, alt, heatmap=evaluation == "needle"):
+        if images := drawn_by(arms, evaluation, alt):
             first = next(arm.runs[0] for arm in arms if arm.runs[0].results(evaluation))
             facts = {"results": first.results(evaluation), "text": text_of(first, evaluation), "several": several}
             drawn.append(Figure(name, group, images, facts))
     return drawn
 
 
-def drawn_by(arms: list[Arm], evaluation: str, alt: str, heatmap: bool = False) -> list[Image]:
+def drawn_by(arms: list[Arm], evaluation: str, alt: str) -> list[Image]:
     """The images that the evaluation drew for the first run of each arm, if they exist."""
     first = [arm for arm in arms if arm.runs[0].results(evaluation) is not None]
+    heatmap = command_of(evaluation) == "needle"
     images = [Image(arm.runs[0].folder / "figures" / f"{evaluation}.png", alt, arm.name, heatmap) for arm in first]
     return [image for image in images if image.path.is_file()]

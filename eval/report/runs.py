@@ -20,7 +20,7 @@ from eval.report.statistics import spikes
 from training.run import deciding
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-NO_MATTER = ("device", "batch", "name", "ngram", "orders")  # change no number; ngram was always 2, orders is gone
+NO_MATTER = ("device", "batch", "name", "training_counts", "ngram", "orders")  # ngram was always 2, orders is gone
 # Counts and digests in results. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "text_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
@@ -136,13 +136,15 @@ class Run:
 
 def _at(tree: Any, path: str) -> Any:
     """The value at KEY.KEY in nested dictionaries and lists of rows, or None."""
-    if isinstance(tree, list):
+    if isinstance(tree, list):  # a row is named by its first value; of equal names the first row counts
         rows = [row for row in tree if isinstance(row, dict) and row]
-        tree = {str(next(iter(row.values()))): row for row in reversed(rows)}  # of equal keys, the first row
-    if not isinstance(tree, dict):
-        return None
-    below = (_at(tree[key], path.removeprefix(f"{key}.")) for key in tree if path.startswith(f"{key}."))
-    return tree[path] if path in tree else next((value for value in below if value is not None), None)
+        tree = {str(next(iter(row.values()))): row for row in reversed(rows)}
+    if not isinstance(tree, dict) or path in tree:
+        return tree[path] if isinstance(tree, dict) else None
+    for key in tree:  # which may have dots
+        if path.startswith(f"{key}.") and (value := _at(tree[key], path.removeprefix(f"{key}."))) is not None:
+            return value
+    return None
 
 
 def read_json(path: Path, fix: str = "repeat the command that writes it") -> dict[str, Any] | None:
@@ -254,7 +256,9 @@ def refuse_other_shards(runs: list[Run]) -> None:
 
 def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
-    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
+    config = evaluation.get("config", {})
+    given = {key: value for key, value in config.items() if key not in ("run", "out") and value is not None}
+    given |= {key: sorted(given[key]) for key in ("tasks",) if key in given}
     return given | {key: Path(given[key]).name for key in (*INPUTS, "include_path") if key in given}
 
 
@@ -262,15 +266,13 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
     """The settings, text and shape of a result, equal in results that can be compared. config: of the result's run."""
     results, settings = evaluation["results"], settings_of(evaluation)
     if name == "perplexity":
-        frequent = (results.get("recall") or {}).get("rare_at_most")
-        known = {"text": results.get("sha256", ""), "ngram": settings.get("ngram", 2), "frequent": frequent}
+        known = {"text": results.get("sha256", ""), "frequent": (results.get("recall") or {}).get("rare_at_most")}
     elif name in EVALUATIONS:
         given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples")}
         given["digits"] = trained_digits(config)  # of the numbers to find
         known = _shape(results) | {"settings": given, "windows": settings.get("windows")}
     else:
-        given = {key: value for key, value in settings.items() if key not in NO_MATTER}
-        known = _shape(results) | {"settings": given | {key: sorted(given[key]) for key in ("tasks",) if key in given}}
+        known = _shape(results) | {"settings": {key: value for key, value in settings.items() if key not in NO_MATTER}}
     return {key: value for key, value in known.items() if value is not None}
 
 

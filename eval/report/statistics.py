@@ -77,7 +77,7 @@ class Difference:
     @property
     def constant(self) -> bool:
         """Whether all of several seeds have one difference, which then has neither an interval nor a p."""
-        return self.n > 1 and not self.sd
+        return self.sd == 0
 
     @property
     def resolved(self) -> bool:

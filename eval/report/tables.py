@@ -363,8 +363,3 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table in GitHub's Markdown, the header first, numbers to the right."""
     ruled = [lines[0], ["---", *("---:" for _ in lines[0][1:])], *lines[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
-
-
-def columns(lines: Sequence[Sequence[str]]) -> str:
-    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in lines)

@@ -85,9 +85,9 @@ def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float
         flex.block_mask(mask, B, T, T, sets, x.device)
 
 
-def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
+def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, dense: bool = False) -> None:
     """ValueError unless `backend` can serve these heads and `maps` per head, as far as this is known without a device."""
-    if alibi and (backend == "flex" or (backend == "fused" and maps == 2)):
+    if dense and (backend == "flex" or (backend == "fused" and maps == 2)):
         _refuse_dense_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
         raise ValueError(f"backend={backend} has no attention dropout: use backend=sdpa or attention_dropout=0")
@@ -240,7 +240,9 @@ def _in_kernel(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropou
 
 
 def _refuse_dense_masks(backend: str) -> None:
-    raise ValueError(f"backend={backend} takes no masks with `see` or `bias` and no ALiBi: use backend=sdpa")
+    raise ValueError(
+        f"backend={backend} takes softmax maps alone, no masks with `see` or `bias` and no ALiBi: use backend=sdpa"
+    )
 
 
 def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) -> Tensor:

@@ -64,9 +64,7 @@ class DiffAttention(Attention):
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
         opt, eps = self.options, cfg.norm_eps
-        self.lambda_form, self.lambda_warmup = opt.lambda_form, opt.lambda_warmup
         self.lambda_init = lambda_init(layer) if opt.lambda_init is None else opt.lambda_init
-        self._head_scale = opt.head_scale
         names = {"vectors": VECTORS, "dual_scalar": ("lambda_a", "lambda_b"), "fixed": ()}[opt.lambda_form]
         for name in names:
             shape = (self.width,) if opt.lambda_form == "vectors" else ()
@@ -90,23 +88,24 @@ class DiffAttention(Attention):
 
     @property
     def head_scale(self) -> float:
-        return 1 - self.lambda_init if self._head_scale is None else self._head_scale
+        return 1 - self.lambda_init if self.options.head_scale is None else self.options.head_scale
 
     def set_step(self, step: int) -> None:
         # Also without a warm-up: the weights may come from a checkpoint in the middle of a warm-up.
-        self.lambda_mix.fill_(min(1.0, (step + 1) / self.lambda_warmup) if self.lambda_warmup else 1.0)
+        warmup = self.options.lambda_warmup
+        self.lambda_mix.fill_(min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
     def lam(self) -> Tensor:
         """lambda, a float32 scalar (arXiv 2410.05258, equation 2)."""
         dtype = torch.promote_types(self.lambda_mix.dtype, torch.float32)
         mix = self.lambda_mix.to(dtype)
-        if self.lambda_form == "fixed":
+        if self.options.lambda_form == "fixed":
             return mix * self.lambda_init
         first, second = self.exponentials(dtype)
         return mix * (first - second + self.lambda_init)
 
     def exponentials(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.lambda_form == "dual_scalar":
+        if self.options.lambda_form == "dual_scalar":
             return self.lambda_a.to(dtype).exp(), self.lambda_b.to(dtype).exp()
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in VECTORS)
         return (q1 * k1).sum().exp(), (q2 * k2).sum().exp()
@@ -126,10 +125,10 @@ class DiffAttention(Attention):
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         values = {"lambda": self.lam(), "lambda_init": torch.full_like(self.lambda_mix, self.lambda_init)}
-        if self.lambda_warmup:
+        if self.options.lambda_warmup:
             values["lambda_mix"] = self.lambda_mix
-        if self.lambda_form != "fixed":
+        if self.options.lambda_form != "fixed":
             values["lambda_first"], values["lambda_second"] = self.exponentials(self.lambda_mix.dtype)
-        if self.lambda_form == "vectors":
+        if self.options.lambda_form == "vectors":
             values |= {f"{name}_norm": getattr(self, name).norm() for name in VECTORS}
         return values

@@ -7,10 +7,6 @@ from .diff import DiffAttention, DiffConfig
 from .mask import Mask
 
 
-class DintConfig(DiffConfig):
-    """Options of `dint`: those of `diff`."""
-
-
 class DintAttention(DiffAttention):
     """(A1 - lam A2 + lam G) V, row t of G the mean of the rows of A1 at the positions that t sees (arXiv 2501.17486).
 
@@ -19,7 +15,7 @@ class DintAttention(DiffAttention):
     """
 
     name = "dint"
-    Options = DintConfig
+    Options = DiffConfig
     row_sums, whole = "one", True
     takes_context = False
     colours = {"dint": "#661188"}

@@ -128,13 +128,12 @@ class IntrospectiveAttention(Attention):
         for i in range(self.paths):
             q = rotate(split(self.q[i](x), self.width), ropes[0])
             if i < len(self.k):
-                kept = k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
+                k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
+                kept = k, v  # what later paths read: the path's own, before memory is added
             if memory:
                 from_k, from_v = self._from_memory(memory, i)
-                if self.own_path:
-                    k, v = k + from_k, v + from_v
-                else:
-                    kept = k, v = from_k, from_v
+                k, v = (k + from_k, v + from_v) if self.own_path else (from_k, from_v)
+                kept = kept if self.own_path else (k, v)
             if feature or i < len(self.k):
                 k = rotate(k, ropes[1])
                 k, v = (k, v) if cache is None else cache.append(k, v, slot=i)

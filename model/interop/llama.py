@@ -216,7 +216,7 @@ class DiffLlama(Llama):
 
 def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
     """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if those of the attention fit."""
-    finished = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+    finished = attention.options.lambda_form == "vectors" and attention.lambda_mix == 1
     if finished and abs(attention.lambda_init - start) < 1e-9:
         return {}
     difference = attention.lam().item() - start

@@ -183,7 +183,7 @@ def test_a_data_set_is_read_or_says_why_not(tmp_path, datasets, streaming):
         assert "\n" not in str(caught.value)
 
 
-def test_a_path_takes_what_the_package_datasets_reads(tmp_path, datasets):
+def test_a_path_takes_what_the_package_datasets_reads(tmp_path, datasets, monkeypatch):
     one = datasets.Dataset.from_dict({"text": DOCUMENTS, "id": [1, 2, 3]})
     one.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / "two")
@@ -192,5 +192,9 @@ def test_a_path_takes_what_the_package_datasets_reads(tmp_path, datasets):
     jsonl(tmp_path / "a.ndjson")
     for name in ("saved", "two", "a.csv", "a.json", "a.ndjson"):
         assert read(tmp_path / name) == DOCUMENTS, name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "csv").mkdir()  # is not the file's content
+    corpus = open_corpus(DataConfig("mine", "text", "a.csv"))
+    assert list(corpus) == DOCUMENTS and corpus.identity["content"] == sources.content_of([tmp_path / "a.csv"])
     assert read(tmp_path / "two", split="test") == DOCUMENTS[:1]
     refused("no text under 'id' .it has a value of type int.: use data.column=", tmp_path / "saved", column="id")

@@ -43,6 +43,9 @@ def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=f"no whole copy of .* cl100k_base is in TIKTOKEN_CACHE_DIR .{tmp_path}"):
         build_tokenizer(TokenizerConfig("cl100k_base"))
     assert cut.read_bytes() == b"cut"
+    (tmp_path / FILE).write_text('{"name": "bpe"}')
+    with pytest.raises(ValueError, match="is damaged, it has no 'tokens': "):
+        load_tokenizer(tmp_path)
 
 
 def test_foreign_shards_take_the_configured_tokenizer_or_gpt2s(tmp_path, gpt2):

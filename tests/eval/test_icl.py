@@ -113,7 +113,7 @@ def test_wrong_files_are_named(tmp_path) -> None:
     train, test = tmp_path / "train.csv", tmp_path / "test.csv"
     for examples, questions, says in (
         ("no,header\n", None, "train.csv has no examples: give a CSV file"),
-        ("text,category\nhello\n", None, "has no examples"),
+        ("text,category\nhello,a\nworld\n", None, "example 2 of .*train.csv has no label"),
         ('text,category\n"' + "never closed " * 12_000, None, "has no examples"),
         ("text,category\na,b\nc,b\n", None, "has one label"),
         (BANKING, "text,category\nhello,greeting\n", r"no demonstration has \(greeting\)"),

@@ -132,12 +132,7 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
 def here(processes: object, build: Callable, *arguments: object) -> Callable:
     """Stands for `remote_step` without the process: the step is made in this one."""
     step = build(*arguments)
-
-    def ask(function: Callable = training._take_step, *given: object) -> object:
-        training._step[:] = [step]
-        return function(*given)
-
-    return ask
+    return lambda function=training.TrainingStep.__call__, *given: function(step, *given)
 
 
 def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -33,7 +33,6 @@ def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, 
     (root / "README.md").write_text("before\n<!-- study table -->\n| old |\n<!-- end -->\nafter\n")
     (root / "docs" / "RESULTS.md").write_text('no table here <img src="results/study/loss.png">\n')
     (target / "README.md").write_text("![](gap.png)\n")
-    assert "run eval.report or scripts/ablate.py" in call(f"of={source}")
     for name in ("results.json", "table.md", "figures/loss.png", "figures/gap.png", "figures/grid.png"):
         (source / name).write_text({"results.json": "{}", "table.md": "| new |\n"}.get(name, "PNG"))
     assert "2 figures of 3, as pages show; its table is in README.md" in call(f"of={source}")
@@ -46,14 +45,14 @@ def test_what_was_written_and_a_bench_are_published(root: Path, tmp_path: Path, 
 
     source, page, bench = tmp_path / "train.json", root / "docs" / "PERFORMANCE.md", root / "docs" / "results" / "bench"
     page.write_text("before\n<!-- bench/steps table -->\n<!-- end -->\nafter\n")
-    source.write_text(json.dumps({"config": {"peer": "/home/me/nanoGPT", "rounds": 2, "model": {"layers": "b"}}}))
+    source.write_text(json.dumps({"bench": "train", "config": {"peer": "/home/me/nanoGPT", "model": {"layers": "b"}}}))
     assert "give one that scripts/bench.py wrote" in call(f"of={source}")
     source.with_suffix(".md").write_text("| new |\n")
     assert "its table is in docs/PERFORMANCE.md" in call(f"of={source}", "name=steps")
     assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
     assert {path.name for path in bench.iterdir()} == {"steps.json", "steps.md"}
     published = json.loads((bench / "steps.json").read_text())
-    assert published == {"config": {"peer": "nanoGPT", "rounds": 2, "model": {"layers": "b"}}}
+    assert published == {"bench": "train", "config": {"peer": "nanoGPT", "model": {"layers": "b"}}}
 
 
 def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: Call) -> None:

@@ -184,6 +184,9 @@ def test_a_run_with_init_from_takes_the_architecture_that_is_not_given(tmp_path:
     model = cfg.model
     assert (model.n_layer, model.layers, model.context, model.backend) == (3, "d", 128, DecoderConfig().backend)
     assert (model.diff.head_norm, model.diff.lambda_warmup) == ("none", 7)
+    resumed = TrainConfig(init_from="gone", run_dir=str(tmp_path), resume=True)
+    take_architecture(resumed, [])
+    assert resumed.model.layers == "d"
     chosen = TrainConfig(init_from=str(tmp_path))
     take_architecture(chosen, ["model=baseline"])
     assert chosen.model == DecoderConfig()

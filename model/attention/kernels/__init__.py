@@ -1,5 +1,5 @@
-"""Our kernels: diff.py with diff_triton.py (Triton, CUDA), and cpu.py with cpu.cpp (C++). compiled.py compiles the former for
-cards that are not here. diff.py imports Triton: ask `unavailable` first.
+"""Our kernels: diff.py with diff_triton.py (Triton, CUDA), and cpu.py with cpu.cpp (C++). diff.py imports Triton: ask
+`unavailable` first.
 """
 
 import importlib.util

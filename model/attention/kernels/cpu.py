@@ -45,7 +45,7 @@ def missing() -> str | None:
     return None
 
 
-# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (backends.card has the reason).
+# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (sdpa.card has the reason).
 missing._dynamo_marked_constant = True
 
 
