@@ -119,28 +119,28 @@ def _search(cfg: TuneConfig, scores: Mapping[Point, Score]) -> tuple[list[Point]
     if cfg.full:
         return list(itertools.product(*cfg.values)), 0
     grids = [list(values) for values in cfg.values]
-    at: Point = tuple(values[len(values) // 2] for values in grids)
+    best: Point = tuple(values[len(values) // 2] for values in grids)
     points: dict[Point, None] = {}  # a set in order
     widened = 0
     for axis, grid in enumerate(grids):
         for widening in range(cfg.widen + 1):
-            line = [_moved(at, axis, value) for value in grid]
+            line = [_moved(best, axis, value) for value in grid]
             points |= dict.fromkeys(line)
             if any(point not in scores for point in line):
                 return list(points), widened
-            at = min(line, key=scores.get)
-            more = _beyond(grid, at[axis], grid)
+            best = min(line, key=scores.get)
+            more = _beyond(grid, best[axis], grid)
             if not more or widening == cfg.widen:
                 break
-            grid[:] = sorted(grid + more)
+            grids[axis] = grid = sorted(grid + more)
             widened += 1
     for axis, key in enumerate(cfg.keys):
         if key in cfg.refine:
-            near = [_moved(at, axis, value) for value in _halfway(grids[axis], at[axis])]
+            near = [_moved(best, axis, value) for value in _halfway(grids[axis], best[axis])]
             points |= dict.fromkeys(near)
             if any(point not in scores for point in near):
                 break
-            at = min([at, *near], key=scores.get)
+            best = min([best, *near], key=scores.get)
     return list(points), widened
 
 

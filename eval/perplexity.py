@@ -12,6 +12,7 @@ other files, perplexity_STEM: name= if given, else the name of the file or folde
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,11 +155,10 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
 
     Less than half an octave at the end joins the one before. None where there are no targets.
     """
-    T = len(sums)
-    starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
-    octaves = {}
-    for first, last in zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True):
-        total, count = (values[first - 1 : last].sum() for values in (sums, counts))
+    T, octaves = len(sums), {}
+    starts = [1, *(start for start in (2**k for k in range(2, T.bit_length())) if T + 1 - start >= start / 2)]
+    for first, after in itertools.pairwise([*starts, T + 1]):
+        last, total, count = after - 1, sums[first - 1 : after - 1].sum(), counts[first - 1 : after - 1].sum()
         octaves[str(first) if first == last else f"{first}-{last}"] = float(total / count) if count else None
     return octaves
 

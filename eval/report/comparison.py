@@ -59,17 +59,17 @@ class Comparison:
             self._compare(f", equal {self.covariate}", others, tested, self.covariate)
 
     def _compare(self, kind: str, metrics: Sequence[str], table: pd.DataFrame, covariate: str | None = None) -> None:
-        values, first = dict(by_seed(table, "metric", "point")), {arm.name for arm in self.arms if not arm.reference}
+        at, references = dict(by_seed(table, "metric", "point")), {arm.name for arm in self.arms if not arm.reference}
+        points = self.points[1:] if kind == FLOPS else self.points  # an arm with more FLOPs per token has none at the first
         for metric in metrics:
-            models = self.models.setdefault(metric + kind, {})
-            # An arm with more FLOPs per token has no value at the first point.
-            for point in self.points[1:] if kind == FLOPS else self.points:
-                here, x = values.get((metric, point)), values.get((covariate, point))
-                if here is None or (covariate and x is None):
+            of_points = self.models.setdefault(metric + kind, {})
+            for point in points:
+                values, covariates = at.get((metric, point)), at.get((covariate, point))
+                if values is None or (covariate and covariates is None):
                     continue
-                model = Model(here, x, metric=metric + kind, kind=kind, point=point)
-                if model.enough and model.reference in first:
-                    models[point] = model
+                model = Model(values, covariates, metric=metric + kind, kind=kind, point=point)
+                if model.enough and model.reference in references:
+                    of_points[point] = model
                     self.effects += model.effects.values()
                 if kind != FLOPS and (model.enough or not covariate):
                     self.pairs += self._pairs_of(model, {arm.arm: arm.name for arm in self.arms if arm.point == point})

@@ -105,9 +105,9 @@ class Model:
         place |= self.place | {"arm": arm, "reference": other}
         one = Difference(alone.n, alone.mean, p_alone=alone.p, by_seed=alone.by_seed, **place)
         if self.enough:
-            row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
-            row[0] = 0  # the others are differences to the first arm
-            one.mean, one.se = float(row @ self.beta), math.sqrt(row @ self.covariance @ row)
+            weights = (self.values.columns == arm).astype(float) - (self.values.columns == other)  # of beta
+            weights[0] = 0  # beta has the first arm's mean, then the differences of the others to it
+            one.mean, one.se = float(weights @ self.beta), math.sqrt(weights @ self.covariance @ weights)
             half = t_quantile(1 - LEVEL / 2, self.df) * one.se
             one.low, one.high = one.mean - half, one.mean + half
             one.p = 2 * float(stats.t.sf(abs(one.mean) / one.se, self.df))

@@ -12,8 +12,8 @@ from eval.report.differences import contrasts, long_table
 from eval.report.runs import EVALUATIONS, WITH_SE, Arm, Run
 from eval.report.statistics import Difference, mean_sd
 
-Shown = str | Callable[[float], str]
-THREE = "{:.3f}"
+Show = Callable[[Any], str]
+THREE = "{:.3f}".format
 SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
 LOSSES = {  # row of the headline table -> metric path
@@ -65,17 +65,16 @@ class Row:
     better: str = ""
 
 
-def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = THREE, better: str = "") -> Row:
+def row_of(arms: list[Arm], group: str, name: str, read: Read, show: Show = THREE, better: str = "") -> Row:
     seeds = any(arm.several for arm in arms)
-    return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better)
+    return Row(group, name, [_cell([read(run) for run in arm.runs], show, seeds) for arm in arms], better)
 
 
-def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
+def _cell(readings: list[Any], show: Show, seeds: bool) -> Cell:
     """The cell of one arm. seeds: some arm has several seeds, so ± is over seeds in the whole table."""
     pairs = [reading if isinstance(reading, tuple) else (reading, None) for reading in readings]
     values, errors = map(list, zip(*pairs, strict=True))
     measured = [value for value in values if value is not None]
-    show = shown if callable(shown) else shown.format
     if not measured:
         return Cell(None, text="not measured", values=values)
     if isinstance(measured[0], str):
@@ -102,18 +101,18 @@ def headline_table(arms: list[Arm]) -> list[Row]:
     """The headline table, one column per arm, without the numbers that no run has."""
     row, several = functools.partial(row_of, arms), any(arm.several for arm in arms)
     rows = [
-        row("Model", "variant", lambda run: run.variant, "{}"),
+        row("Model", "variant", lambda run: run.variant, str),
         row("Model", "parameters without embeddings", lambda run: run.facts.get("params_non_embedding"), si),
         row("Model", "parameters in total", lambda run: run.facts.get("params"), si),
         row("Model", "training FLOPs per token", lambda run: run.facts.get("flops_per_token"), si),
-        row("Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}"),
+        row("Training", "seed", lambda run: str(run.seed) if several else run.seed, str),
         row("Training", "tokens", at("train.tokens"), si),
         row("Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
-        row("Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
+        row("Training", "training time, seconds", at("train.seconds"), "{:.0f}".format),
     ]
     for name, path in LOSSES.items():
-        shown = "{:.2f}" if path == "perplexity.ppl" else THREE
-        rows.append(row("Loss", name, at(path), shown, "lower"))
+        show = "{:.2f}".format if path == "perplexity.ppl" else THREE
+        rows.append(row("Loss", name, at(path), show, "lower"))
     for name, text in arms[0].runs[0].texts_in_common.items():
         rows.append(row("Loss", f"bits per byte of {text}", at(f"{name}.bits_per_byte"), better="lower"))
     rows += _needle_rows(arms)
@@ -275,14 +274,15 @@ def _verdict(headlines: list[Difference]) -> str:
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
-        fewer = [f"n = {one.n}"] * (one.n < n)
+        name, fewer = HEADLINES.get(one.metric, one.metric), [f"n = {one.n}"] if one.n < n else []
         if one.resolved:
-            worse = ["worse" if (one.mean > 0) == (one.better == "lower") else "better"] * bool(one.better)
-            clear.append(", ".join([f"{HEADLINES.get(one.metric, one.metric)} {minus(one.text)}", *worse, *fewer]))
+            improved = (one.mean < 0) == (one.better == "lower")
+            judged = ["better" if improved else "worse"] if one.better else []
+            clear.append(", ".join([f"{name} {minus(one.text)}", *judged, *fewer]))
         else:
             same = "the difference is the same in every seed"
             least = [same] if one.constant else [f"{one.detectable:.3g}"] if one.sd else []
-            unclear.append(f"{HEADLINES.get(one.metric, one.metric)} ({', '.join(least + fewer)})")
+            unclear.append(f"{name} ({', '.join(least + fewer)})")
     sentences = [f"{'; '.join(clear)}."] if clear else []
     if unclear:
         sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(unclear)}.")

@@ -34,7 +34,7 @@ def test_arms_of_one_label_have_names_and_differences():
     assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
     assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "b/y/n", "b/y/m"]
     assert len(labels(["/a/n", "/a/n"])) == 2
-    rows = [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")]
+    rows = [row_of(arms, "Loss", "training loss", at("train.loss"), better="lower")]
     assert [(one.arm, round(one.mean, 3)) for one in differences(arms, rows)] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
 
 
