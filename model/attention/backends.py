@@ -34,20 +34,20 @@ WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width
 NEW_CUDNN = 91501  # 9.15.1
 
 
-def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
-    """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
+def choose(capability: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
+    """The backend that `auto` takes on a card of this CUDA compute capability (None: a CPU), without dropout.
 
     The cuDNN kernel, which torch tries first on 9.x and 10.x if cuDNN is newer than 9.15.0 (PyTorch's sdp_utils.cpp), takes
     dv != d up to a width of 128 if both are multiples of 8; flash attention needs dv = d; a dense mask costs T x S memory and
     skips no blocks, so windows, documents and padding go to FlexAttention. Timed in docs/results/gpu.
     """
     half = dtype in (torch.bfloat16, torch.float16)
-    if card is None:
+    if capability is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
     masked = not (mask.plain or mask.sees_everything or mask.needs_dense)
     if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST and max(d, dv) <= flex.WIDEST:
         return "flex"
-    cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()
+    cudnn = capability[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()
     if dv == d or not half or cudnn:
         return "two_calls"
     return "four_calls" if dv == 2 * d else "one_call"  # halves of 2d need no padding
@@ -74,8 +74,7 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
         return "one_call"
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
     seen = mask if backend == "auto" else EVERYTHING
-    where = None if on_cpu else card()
-    return choose(where, x.dtype, d, dv, seen, T, S)
+    return choose(None if on_cpu else card(), x.dtype, d, dv, seen, T, S)
 
 
 def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
@@ -111,8 +110,8 @@ def attend_diff(
     """
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
-    last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.needs_dense)
-    backend = _chosen(backend, q, q.shape[-1], v.shape[-1], mask, T, k.shape[-2], dropout)
+    decoding = T == 1 and not mask.needs_dense  # one query, which reads the keys in place
+    named, backend = backend, _chosen(backend, q, q.shape[-1], v.shape[-1], mask, T, k.shape[-2], dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         by_row = lam.dim() > 1 and lam.shape[-2] > 1  # lam depends on the token
@@ -130,12 +129,12 @@ def attend_diff(
         k, v = repeat(k, h).expand(-1, -1, 2, -1, -1), repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
         see, bias = dense(mask, q, k)
         return reference.attend_diff(q, k, v, lam, see, dropout, bias)
-    if T == 1 and k.shape[2] == 1 and not mask.needs_dense:
+    if decoding and k.shape[2] == 1:
         first, second = one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
-    elif last:
-        return _last_row(q, k, v, lam, None if mask.plain else mask.dense(T, k.shape[-2], q.device))
-    elif T == 1 and not mask.needs_dense and q.device.type != "cpu":
+    elif decoding and q.device.type != "cpu":
         first, second = (one_query(q[:, :, c], k[:, :, c], v, mask, dropout) for c in (0, 1))
+    elif decoding and named in ("auto", "cpu") and not dropout:
+        return _last_row(q, k, v, lam, None if mask.plain else mask.dense(T, k.shape[-2], q.device))
     elif backend == "flex":
         first, second = (flex.attend(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
     elif _in_kernel(backend, q, k, v, mask, dropout):
