@@ -7,10 +7,10 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-# libgomp reads this when torch loads it: where other processes compute, threads that wait sleep sooner (docs/PERFORMANCE.md).
+# torch loads libgomp, which reads GOMP_SPINCOUNT: beside busy processes, waiting threads sleep sooner (docs/PERFORMANCE.md).
 if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
     moments = [Path("/proc/loadavg").read_text().split()[3] for _ in range(5) if not time.sleep(0.02)]
-    if not any(threads.startswith("1/") for threads in moments):  # threads that want a core, this one too / all threads
+    if not any(threads.startswith("1/") for threads in moments):  # field RUNNABLE/ALL: threads, this one counted
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
@@ -54,7 +54,7 @@ def main(cfg: TrainConfig) -> float:
 def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     """Train as `cfg` says, until the last step or until a signal asks the process to end. All output is in the run folder.
 
-    What must end with the run, whatever ends it, is entered into `cleanup`: a sweep trains the next run in this process.
+    `cleanup` gets all that must be closed when the run ends or fails, because a sweep trains its next run in this process.
     Returns the validation loss at the end, which a hyperparameter search minimises.
     """
     # ---------------------------------------- data: sequences of T + 1 tokens, `batch` of them per step over all processes
@@ -74,7 +74,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     micro_batch = cfg.micro_batch or default_micro_batch(batch // world.size, T, world)
     loader = cleanup.enter_context(closing(Prefetcher(Loader(source, batch, cfg.seed, world.rank, world.size, micro_batch))))
 
-    # What is read while the model trains. A sharded model needs all processes to read it.
+    # What reads the model while it trains. All processes must take part in the forward passes of a sharded model.
     reads_model = world.main or parallel.sharded
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
@@ -93,9 +93,9 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     cleanup.enter_context(run)
     signals.say(run.opening(compiled, micro_batch))
 
-    # ---------------------------------------- loop: each turn reads, saves and ends at `step`, then trains the next one. The
-    # last step is followed by a turn without training. A reading stands before the checkpoint of its step, so that a resume
-    # from the checkpoint does not repeat it.
+    # ---------------------------------------- loop: each turn first measures and saves the model after `step` steps, then
+    # trains one more step, except in the last turn. A measurement comes before the checkpoint of the same step, so that a run
+    # that is resumed from this checkpoint does not repeat the measurement.
     step = run.first
     # Training time only: paused while the model is read and saved.
     watch = Stopwatch(run.log.seconds_before if run.log else 0.0, step)
@@ -105,7 +105,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     while True:
         stopped_by, save_now = signals.agreed(step, cfg.log_every)  # a signal's number, or 0
         last = step == cfg.steps
-        unread = step == 0 or step > run.first  # at the first step of a resumed run, the run before has read the model
+        unread = step == 0 or step > run.first  # a resumed run has the readings of its first step already
 
         # skipped updates are read at steps where the loop waits for the device anyway
         save_now |= last or (step > run.first and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at))
@@ -189,7 +189,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether work that is done at every `every`-th step (0: never) is done at `step`."""
+    """Whether `step` is a multiple of `every`; False where `every` is 0."""
     return every > 0 and step % every == 0
 
 

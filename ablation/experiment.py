@@ -97,7 +97,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
 
 
 def refuse_unknown_names(cfg: AblateConfig) -> None:
-    """ValueError where an option names a metric or a point that the experiment lacks, or a pair is none."""
+    """ValueError where an option names a metric or a point that the experiment lacks, or a pair is not two different arms."""
     if not cfg.metrics:
         raise ValueError("metrics is empty: use '+metrics.valid=perplexity.loss'")
     for option, names, of, known in (
@@ -180,7 +180,7 @@ def _reads_validation(path: str, evaluation: Evaluation | None) -> bool:
 
 
 def texts_of(evaluations: list[Evaluation]) -> dict[str, str]:
-    """Name -> text of the evaluations OF_LOSSES; those of `texts` have their names there."""
+    """Name of the result, without perplexity_, -> text that it was measured on, for the evaluations OF_LOSSES given a text."""
     read = {one.file.removeprefix("perplexity_"): one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
     return {name: text for name, text in read.items() if text}
 

@@ -74,7 +74,7 @@ class Pool:
 
 
 def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str, total: int) -> None:
-    """Run chains of runs, `jobs` chains at a time. After a failure no further one starts, and it is raised at the end."""
+    """Run chains of runs, `jobs` chains at a time. After a failure no other run starts; the failure is raised at the end."""
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
     left = [run for chain in chains for run in chain]

@@ -30,7 +30,7 @@ class LambdasConfig(FindingsConfig):
 
 
 def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]) -> Iterator[dict[str, Any]]:
-    """For each differential arm of a results.json, and layer: lambda of every run, how many are below 0 or above 1."""
+    """For each arm of a results.json and layer with readings of lambda: lambda of every run, how many are below 0, above 1."""
     for arm in arms:
         layers = {}
         for name in (run["run"] for run in arm["runs"]):

@@ -64,7 +64,7 @@ class Counts:
 
 
 def kneser_ney(windows: np.ndarray, order: int, vocab_size: int) -> list[Counts]:
-    """The counts of orders 1 to `order`: the highest counts occurrences, lower ones how many tokens come before a k-gram."""
+    """The counts of orders 1 to `order`: the highest counts occurrences, lower ones the different tokens before a k-gram."""
     grams, counts = np.unique(ngram_codes(windows, order, vocab_size), return_counts=True)
     tables = [Counts.of(grams, counts, vocab_size)]
     for k in range(order - 1, 0, -1):

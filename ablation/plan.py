@@ -85,7 +85,7 @@ class Study:
 
     @property
     def data(self) -> DataConfig | None:
-        """The data of the first arm; None on another machine."""
+        """The data of the first arm; None where they are not prepared on this machine."""
         data = self._configs[self.arms[0].name].data
         return data if prepared(data) else None
 

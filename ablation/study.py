@@ -49,7 +49,7 @@ class Evaluation:
         return result_name(self.name, self.settings)
 
     def other_setting(self, had: Mapping[str, Any]) -> str | None:
-        """The first setting that `had`, of a result, has otherwise; what an older result lacks had its default."""
+        """The first setting that differs in `had`, the settings of a result; what an older result lacks had its default."""
         before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
         keys = [key for key in self.default if key not in ("device", "batch")]  # not those that only older code has
         return next((key for key in keys if before.get(key) != now.get(key)), None)
@@ -87,7 +87,7 @@ class PlannedRun:
     stale: str | None = None
 
     def take_over(self, record: Record | None) -> None:
-        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run."""
+        """Take the run's record if it fits and no checkpoint is here. ValueError: other shards, or a folder of another run."""
         if self._takes(record):
             self.record = record
             self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), self.config.data)

@@ -114,7 +114,7 @@ def _ask(function: Callable, *arguments: Any) -> Any:
 
 
 def remote_step(processes: contextlib.ExitStack, *build: Any) -> Callable:
-    """A step that `build`, a function and its arguments, makes in a new process. A call takes or asks it there."""
+    """A step that `build`, a function and its arguments, makes in a new process; a call runs it, or a given function, there."""
     pool = processes.enter_context(ProcessPoolExecutor(1, mp_context=timing.PROCESSES))
     pool.submit(_build, *build).result()
     return lambda function=TrainingStep.__call__, *arguments: pool.submit(_ask, function, *arguments).result()

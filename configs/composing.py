@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import CONFIG_DIR
 
-OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)  # of experiments
+OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)  # ${times:A,B}
 
 
 def compose_job(name: str, overrides: list[str]) -> Any:
@@ -42,7 +42,7 @@ def compose_job(name: str, overrides: list[str]) -> Any:
 
 @functools.lru_cache
 def _of_groups(hydra: object, name: str, groups: tuple[str, ...]) -> Any:
-    """Once for each `hydra`, whose search path may have folders of the user."""
+    """The configuration of these groups, composed once for each `hydra`, whose search path may have folders of the user."""
     return composed_by_hydra(name, list(groups))
 
 
@@ -53,7 +53,7 @@ def composed_by_hydra(name: str, overrides: list[str]) -> Any:
 
 
 def _is_value(override: str) -> bool:
-    """Whether it sets a key that is there, and chooses no group."""
+    """Whether the override only sets an existing key: it chooses no group, and adds or removes no key."""
     key = override.split("=")[0]
     return not (CONFIG_DIR / key).is_dir() and not set("+~/@") & set(key)
 

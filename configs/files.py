@@ -25,7 +25,7 @@ NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|n
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path, and what to do if that is known, to the OSError of a read or a write, which has none."""
+    """A context that adds the path, and a fix where one is known, to the OSError of a read or write, which names no file."""
     try:
         yield
     except OSError as error:
@@ -69,7 +69,7 @@ def _finite(content: Any) -> Any:
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:
-    """The object in a JSON file; fix: of a damaged one."""
+    """The object in a JSON file. ValueError, with `fix` as what to do, if the file is damaged."""
     if (content := _object(path.read_bytes())) is None:
         raise ValueError(f"{path} is damaged: {fix}")
     return content

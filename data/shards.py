@@ -113,7 +113,7 @@ class Shard:
         return header
 
     def _without_header(self, size: int) -> np.ndarray:
-        """nanoGPT's integers are uint16, of vocabularies that uint16 cannot hold uint32."""
+        """Read a file of nanoGPT: uint16, or uint32 for a large vocabulary; returns an empty header. ValueError: neither."""
         self.dtype = token_dtype(self.vocab_size or 0)
         self._first, self._count = 0, size // self.dtype.itemsize
         if size == 0 or size % self.dtype.itemsize:

@@ -317,7 +317,7 @@ def _stdlib_texts() -> list[str]:
 
 
 def _topics(source: bytes) -> list[str]:
-    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that mostly repeat a longer one."""
+    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that `_without_excerpts` drops."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
             return _without_excerpts([clean(text) for _, text in sorted(ast.literal_eval(node.value).items())])
@@ -325,7 +325,7 @@ def _topics(source: bytes) -> list[str]:
 
 
 def _without_excerpts(texts: list[str]) -> list[str]:
-    """`if` is a section of `compound`, for example, and both splits would hold it."""
+    """`texts` without those of which longer ones repeat a quarter or more: both splits would hold it (`if` in `compound`)."""
     seen: set[str] = set()
     kept = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):

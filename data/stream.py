@@ -1,6 +1,6 @@
 """What training and validation read: prepared text, or a task whose rows are generated when they are read.
 
-The text is prepared as the command line wants it, and stays the same until a run ends.
+Refused are a text that was prepared with other options than the command line has, and one that changed since a run began.
 """
 
 import contextlib

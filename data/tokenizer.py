@@ -31,8 +31,8 @@ from data.shards import AGAIN
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
-# GPT-4's split pattern (cl100k_base), except that numbers are split into pairs of digits. A single digit recurs too
-# often within one number for a small model to copy digits in order; longer groups are too many to learn.
+# GPT-4's split pattern (cl100k_base), except that numbers take the space before them and split into pairs of digits. A single
+# digit recurs too often within one number for a small model to copy digits in order; longer groups are too many to learn.
 BPE_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES_PATTERN = r"[\s\S]"
 BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
@@ -199,7 +199,7 @@ def read_tokenizer(folder: str | Path, special: bool = False) -> Tokenizer:
 
 
 def check_bytes(tokenizer: Tokenizer, text: str) -> None:
-    """ValueError if the tokens of `text` have another number of bytes than it, but for the space that some put in front."""
+    """ValueError if the tokens of `text` have over 1 % more or fewer bytes than `text`, not counting a space put in front."""
     counted, size = int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()), len(_valid(text).encode())
     if abs(counted - size) > 1 + size / 100:  # bits per byte would be wrong by as much
         fix = "use a byte-level tokenizer, or a sentencepiece tokenizer with byte fallback"
@@ -242,7 +242,7 @@ def _valid(text: str) -> str:
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
     """The tokenizer saved in `folder`. FileNotFoundError if there is none; ValueError if its file is damaged or edited.
 
-    foreign: of shards without a tokenizer.json (llm.c, nanoGPT); in place of a bpe, which only we train, GPT-2's.
+    foreign: the tokenizer of shards without tokenizer.json (llm.c, nanoGPT); bpe, which only we train, then means gpt2.
     """
     path = Path(folder) / FILE
     if not path.is_file():

@@ -144,7 +144,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
 def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: bool = True) -> dict[str, Any]:
     """Results from the masses (depths, samples, readings, heads of all layers, 5).
 
-    signed: whether rows have a sum to divide by; else what is divided by it is None.
+    signed: whether row sums can serve as divisors; if not, the results divided by signed row sums are None.
     """
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
     for r, reading in enumerate(READINGS):

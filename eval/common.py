@@ -124,7 +124,7 @@ def logits_in_parts(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Float32 logits (n, V) of the hidden states (B, T, D) with their `wanted` tokens (n,), in order, part by part.
 
-    All parts but the last have the same n, a multiple of 64: then a row's logits have the same bits as those of all rows.
+    All parts but the last have the same n, a multiple of 64: then a row's logits have the bits of one product of all rows.
     """
     floats = LOGITS_IN_CACHE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
     rows = max(1, floats // (64 * vocab_size)) * 64
@@ -133,7 +133,7 @@ def logits_in_parts(
 
 
 def check_finite(values: torch.Tensor) -> None:
-    """ValueError if numbers that a model computed are not finite: the index of the largest NaN would pass as an answer."""
+    """ValueError if numbers that a model computed are not finite: an argmax over NaN would pass as an answer."""
     if not values.isfinite().all():
         raise ValueError("the model's activations are not finite: its training diverged, so evaluate another run")
 

@@ -80,7 +80,7 @@ class RunLM(HFLM):
             self.add_bos_token = True
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As lm-eval, which scores what follows the context's tokens; of a text that merges with these, the last token."""
+        """As lm-eval, which scores the tokens after the context's; if the continuation adds none, the last token of both."""
         read, scored = super()._encode_pair(context, continuation)
         if scored:
             return read, scored

@@ -177,7 +177,7 @@ class Writer:
 
 
 def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> list[int]:
-    """Powers of two up to the largest number of demonstrations that leaves room for a question in the context, and that."""
+    """The largest number of demonstrations that leaves room for a question in the context, and all powers of two below it."""
     most = len(episodes[0].demonstrations)
     for episode in episodes:
         question = max(len(writer.question(example)) for example in episode.questions)

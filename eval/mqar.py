@@ -59,7 +59,7 @@ def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[T
 
 @contextmanager
 def lambda_zero(model: nn.Module) -> Iterator[bool]:
-    """A context in which every lambda of the model is 0; gives whether it has layers that subtract a second map."""
+    """A context in which every lambda of the model is 0; gives whether a layer has one (V1, V2, their subclasses, and dex)."""
     layers = [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
     for layer in layers:  # an attribute of the object hides the method of its class
         layer.lam = lambda *inputs, lam=layer.lam: 0.0 * lam(*inputs)
@@ -132,7 +132,7 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
 
 
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
-    """Accuracy and attention at each share, and for a model with second maps the accuracy with lambda set to 0."""
+    """Accuracy and attention at each share, and for a model that has lambdas the accuracy with all of them 0."""
     model, sources = run.model, sources_of(run, cfg)
     shares, attention, zero = [], [], []
     with common.progress("mqar", len(cfg.shares)) as bar:

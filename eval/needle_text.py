@@ -26,7 +26,7 @@ class NeedleGridConfig(TextEvalConfig):
 
 
 class Cell(NamedTuple):
-    """Contexts of `length` tokens with `needles` facts, of which `asked` have a question; that fact lies at `depth`."""
+    """Contexts of `length` tokens with `needles` facts, of which `asked` have a question; the asked one lies at `depth`."""
 
     length: int
     depth: float

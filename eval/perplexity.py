@@ -198,7 +198,7 @@ def frequent_in_training(run: LoadedRun, windows: np.ndarray) -> np.ndarray | No
 
 
 def digest(windows: np.ndarray) -> str:
-    """Equal for the same text and windows, whose losses can be compared."""
+    """SHA-256 (hex) of windows (n, T + 1): losses on windows of equal digests can be compared."""
     return hashlib.sha256(np.ascontiguousarray(windows)).hexdigest()
 
 

@@ -112,7 +112,7 @@ class Reading:
             self.read, self.rest = read + ahead, [row[ahead:] for row in rest]
 
     def branch(self, rows: list[int], more: list[np.ndarray], room: int) -> "Reading":
-        """The reading of this one's texts `rows` (a text may occur several times), each followed by its tokens in `more`."""
+        """The reading of texts `rows` of this reading (one may occur several times), each followed by its tokens in `more`."""
         rest = [np.concatenate((self.rest[row], new)) for row, new in zip(rows, more, strict=True)]
         cache = self.cache
         if rows != list(range(len(self.rest))):  # else the cache is used as it is

@@ -11,7 +11,7 @@ class KVCache:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.length = 0  # tokens cached; what calls the attention modules adds to it after the last of them
+        self.length = 0  # tokens cached; the caller of the attention modules raises it after the last module
         self.slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.tokens: Tensor | None = None  # (B, length), kept by `seen`
 

@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
         documents (B, S): document number of each token; a token sees its own document only. With `cfg.document_mask` and
         documents=None, the numbers are derived from the tokens. keys (B, S): False marks padding. S counts cached tokens, too.
-        rows (R,) or (B, R): the only positions, out of S, that are wanted.
+        rows (R,) or (B, R): the positions to return, counted in S, all among the last T; None: the last T.
         """
         _check_shape(tokens)
         T, start = tokens.shape[1], cache.length if cache else 0
@@ -141,8 +141,8 @@ class Decoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue tokens (B, T) with a KV cache: yields the next ids (B,), at most `max_new_tokens` times.
 
-        temperature, top_k, top_p: as in METHODS.md 1.2; 0 is greedy. generator: one for all rows, or one per row, so that rows
-        do not depend on each other. stop: an id that ends its row; an ended row repeats this id, and the stream ends when all
+        temperature (0: greedy), top_k, top_p: docs/METHODS.md, 1.2. generator: one for all rows, or one per row, so that rows
+        do not depend on each other. stop: ids that end their row; an ended row repeats its id, and the stream ends when all
         rows have ended. Pad shorter prompts on the left and give keys (B, T), False at the padding. ValueError for impossible
         settings, an empty prompt, padding or too many tokens with learned positions, and logits that are not finite.
         """

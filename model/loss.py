@@ -12,7 +12,7 @@ from . import native
 
 IGNORED = -100  # a target that is not scored, as torch has it
 SOURCE = Path(__file__).with_suffix(".cpp")
-KERNELS = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}  # logits: losses
+KERNELS = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}  # of logits -> of losses
 PIECES = 8  # maximum number of pieces of the tokens
 LOGITS = 2**21  # minimum in a piece: smaller products are slow
 ALIGNED = 64  # tensor cores take vocabularies in multiples of this

@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs as torch operators, compiled at first use and kept in the user's cache folder; first derivatives."""
+"""C++ kernels for CPUs as torch operators, compiled at first use and kept in the user's cache folder; no second derivatives."""
 
 import ctypes
 import hashlib

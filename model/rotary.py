@@ -78,7 +78,7 @@ TABLE = native.operator(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; rope=None returns x unchanged."""
+    """Rotate queries or keys x (B, H, T, d) by position, in float32 or better (autocast: in x's dtype); rope=None: x itself."""
     if rope is None:
         return x
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # float32 would change published bfloat16 runs

@@ -149,7 +149,7 @@ def convert_run(how: Conversion, source: LoadedRun, windows: np.ndarray | None, 
 def measure(
     source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig
 ) -> dict[str, Any]:
-    """The change of logits and hidden states on tokens (B, T); losses before and after if inexact; samples if cfg.debug."""
+    """The change of logits and hidden states on tokens (B, T); both losses if inexact or cfg.debug; samples if cfg.debug."""
     device = pick_device(cfg.device)
     both = source.model.to(device), model.to(device)
     measured: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}

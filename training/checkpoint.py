@@ -74,8 +74,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def load(
     folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None, guard: Guard | None = None
 ) -> int:
-    """Fill `model`, and optimizers and guard where given, from a checkpoint folder; returns its step. ValueError if it is not a
-    whole checkpoint of this model, before anything is filled. All processes must call it together.
+    """Fill `model`, and optimizers and guard where given, from a checkpoint folder; returns the step. ValueError, before
+    anything is filled: no whole checkpoint of this model, or a tensor is not finite. All processes must call `load` together.
     """
     state, weights = read_state(folder), own_weights(model)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
@@ -91,7 +91,7 @@ def load(
 
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
-    """Call `use(folder)`, newest checkpoint first, until one is whole; return its value (None: no checkpoints)."""
+    """The value of `use(folder)` for the newest whole checkpoint; None without checkpoints. ValueError if none is whole."""
     errors: list[Exception] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
@@ -195,7 +195,7 @@ def sha256(path: Path) -> str:
 
 
 def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, torch.dtype]]) -> Tensors:
-    """Tensors like `weights` by NAME, each split as there, and optimizer state of the shapes `state` by NAME/KEY, if any."""
+    """The checkpoint's tensors NAME, split as those in `weights` are, and NAME/KEY, the optimizer state listed in `state`."""
     try:
         reader = HuggingFaceStorageReader(str(folder))
         metadata = reader.read_metadata().state_dict_metadata
@@ -213,9 +213,9 @@ def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, tor
         tensors = {}
         for name, (size, dtype) in wanted.items():
             like = weights[name.partition("/")[0]]
-            whole = like.shape != size  # a single number beside a tensor that may be split
+            whole = like.shape != size  # a scalar of the optimizer state, such as AdamW's step, is never split
             tensors[name] = torch.empty(size, dtype=dtype, device=like.device) if whole else torch.empty_like(like, dtype=dtype)
-        with warnings.catch_warnings(action="ignore"):  # that each process reads for itself
+        with warnings.catch_warnings(action="ignore"):  # torch warns that each process reads by itself
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException, OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is damaged ({str(error).splitlines()[0]})") from None
@@ -237,19 +237,19 @@ def not_finite(tensors: Tensors) -> str | None:
 
 
 class Saver:
-    """Writes checkpoints into `run_dir`/checkpoints, named when they are whole. All processes call its methods together."""
+    """Writes checkpoints into `run_dir`/checkpoints; a whole one gets its final name. All processes call a method together."""
 
     def __init__(
         self, run_dir: Path, cfg: CheckpointConfig, model: Decoder, optimizers: list[torch.optim.Optimizer], world: World
     ) -> None:
         self.run_dir, self.cfg, self.model, self.optimizers, self.world = run_dir, cfg, model, optimizers, world
-        # Training uses the other group while files are written.
+        # A group of its own, because training uses the default group while a thread writes files.
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of `step`, or with `cfg.background` begin to; then delete old ones. guard: state of a Guard."""
+        """Write a checkpoint (in a thread: `cfg.background`); delete old ones. guard: a Guard's state. Diverged: not finite."""
         self.finish()
         tensors = {"model": own_weights(self.model), "optimizer": state_tensors(self.optimizers)}
         if bad := not_finite(tensors["model"] | tensors["optimizer"]):
@@ -314,8 +314,8 @@ class Saver:
             raise ValueError(f"{folder} could not be written ({reason}){kept}: correct that, then use resume=true")
 
     def _prune(self, step: int) -> None:
-        """Among the checkpoints up to `step`, delete all but the newest `cfg.keep` (0: all) and those of the steps `cfg.at`."""
-        # Later ones are damaged, because the run was resumed from an earlier step, which replaces them.
+        """Delete the checkpoints up to `step`, except the newest `cfg.keep` (0: keep all) and those of the steps `cfg.at`."""
+        # Checkpoints of later steps do not count: they were damaged, so the run went on before them and will replace them.
         written = [folder for folder in checkpoints(self.run_dir) if folder.name <= folder_name(step)]
         for old in written[: -self.cfg.keep] if self.cfg.keep else []:
             if old.name not in map(folder_name, self.cfg.at):
@@ -334,7 +334,7 @@ def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.
 
 
 def write_tensors(path: Path, tensors: Tensors, header: dict[str, str] | None) -> None:
-    """A safetensors file with the rights of any new file; save_file lets only its owner read it."""
+    """Write a safetensors file with the permissions of any new file, because `save_file` lets only the owner read its files."""
     path.touch()
     rights = path.stat().st_mode
     save_file(tensors, path, header)
@@ -342,14 +342,14 @@ def write_tensors(path: Path, tensors: Tensors, header: dict[str, str] | None) -
 
 
 def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
-    """What this process writes of `tensors`, in main memory: its piece of each split one and, if `main`, the others."""
+    """What this process writes, in main memory, and its header: pieces of split tensors and, if `main`, all whole tensors."""
     kept, begins, split = {}, {}, False
     for name, tensor in tensors.items():
         mine, begin = main, [0] * tensor.dim()
         if isinstance(tensor, DTensor):
             split, begin = True, list(tensor.__create_chunk_list__()[0].offsets)
             places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-            first_copy = all(rank == 0 for rank, place in places if place.is_replicate())  # hsdp has several
+            first_copy = all(rank == 0 for rank, place in places if place.is_replicate())  # hsdp has several copies
             tensor = tensor.to_local()
             mine = first_copy and tensor.numel() > 0  # a tensor may have fewer rows than there are processes
         if mine:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from configs.provenance import cpu_name
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
-PATIENCE = 5.0  # seconds in which the processes that lost it tell each other that they are not the one
+PATIENCE = 5.0  # seconds after a timeout in which every waiting process reports that it waits, so that the lost one is known
 _runs = itertools.count()  # numbers the runs of this process: a sweep has several
 
 
@@ -33,7 +33,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # what the processes met through
+    store: dist.Store | None = None  # torchrun's store of keys and values, by which processes meet
 
     @property
     def main(self) -> bool:
@@ -53,7 +53,7 @@ class World:
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Average of `x` over all processes (x itself when alone)."""
+        """The average of `x` over all processes, which must call `mean` together. With several processes `x` is overwritten."""
         if self.size > 1:
             dist.all_reduce(x)
             x /= self.size
@@ -88,7 +88,7 @@ class World:
             raise
 
     def silent(self) -> str:
-        """After a timeout: the ranks that do not write into the store, within PATIENCE, that they waited as well."""
+        """After a timeout, in words: the ranks that do not report by the store, within PATIENCE seconds, that they waited."""
         try:
             self.store.set(f"waited_{self.rank}", "")
             time.sleep(PATIENCE)
@@ -158,7 +158,7 @@ def _keep_freed_memory() -> None:
 
 
 def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 where the device multiplies it faster than float32: GPUs, CPUs with AMX, AMD CPUs with AVX512-BF16."""
+    """`auto`: bfloat16 where it is fast: GPUs that compute in it, CPUs with AMX, AMD CPUs with AVX512-BF16; else float32."""
     if wish != "auto":
         return getattr(torch, wish)
     if device.type == "cuda":
@@ -174,5 +174,5 @@ def slow_bfloat16(device: torch.device) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of the tensor."""
+    """This process's piece of a split tensor (DTensor); any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

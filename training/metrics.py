@@ -43,13 +43,13 @@ def memory_gb(device: torch.device) -> float | None:
 
 
 def status_gb(key: str) -> float | None:
-    """A size that Linux reports of this process: VmRSS, resident now, or VmHWM, the peak. None where it does not (gVisor)."""
+    """This process's resident memory in GB, as Linux reports it: VmRSS, now, or VmHWM, the peak. None without it (gVisor)."""
     size = re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
     return int(size[1]) * 1.024e-6 if size else None
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` and wandb, on rank 0. Lines after step `first`, where a run goes on, are dropped (0: all)."""
+    """Appends to `metrics.jsonl` and wandb, on rank 0. A run that goes on at step `first` drops later lines; 0: all lines."""
 
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
@@ -62,7 +62,7 @@ class Metrics:
         self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again
 
     def write(self, **line: Any) -> None:
-        """Append one line, without None and non-finite values. ValueError: no disk space, or the folder was deleted."""
+        """Append one line, without None and non-finite values. OSError: the disk is full. ValueError: the file was deleted."""
         line = {key: value for key, value in json.loads(json_text(line)).items() if value is not None}
         text = f"{json_text(line)}\n".encode()
         if not self.path.exists():
@@ -85,7 +85,7 @@ def val_losses(run_dir: Path) -> list[float]:
 
 
 class Stopwatch:
-    """Seconds of training since `before`, without those inside `with watch.paused()`, and the speed since the last reading."""
+    """Seconds of training, `before` included, without those inside `with watch.paused()`; the speed since the last reading."""
 
     def __init__(self, before: float, step: int) -> None:
         self._start, self._paused = time.perf_counter() - before, 0.0

@@ -162,7 +162,7 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
 def losses_by_kind(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
 ) -> dict[str, float | None]:
-    """loss_text and loss_retrieval in nats per token, each over the first rows (b, T), of `samples`, of that kind."""
+    """loss_text and loss_retrieval, nats per token, of the rows of each kind among the first MOST_ROWS of `samples` (b, T)."""
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
     rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
     parts = [  # (rows, T) each
@@ -180,7 +180,7 @@ def losses_by_kind(
 
 
 class NeedleProbe:
-    """`read()` asks `model` one question, always the same, in each of `samples` contexts as long as the training context."""
+    """`read()` asks `model` the same `samples` questions every time, each in a context of its own, as long as in training."""
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
         if not isinstance(windows, Windows):

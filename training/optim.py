@@ -172,12 +172,12 @@ class Muon(torch.optim.Muon):
         if self.found_inf is not None:
             skip = self.found_inf.bool()
             for grad, momentum in zip(grads, momenta, strict=True):
-                torch.where(skip, momentum, grad, out=grad)  # such a gradient leaves the momentum as it is
+                torch.where(skip, momentum, grad, out=grad)  # averaged with itself, the momentum stays the same
             decay = torch.where(skip, 1.0, decay)
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
         x = share.take(torch.stack([step.bfloat16() for step in steps]))  # (matrices of this process, rows, columns)
-        tall = x.shape[1] > x.shape[2]  # the products of rows are fewer after a transposition
+        tall = x.shape[1] > x.shape[2]  # transposed, x has the smaller Gram matrix
         x = orthogonalized(x.mT.contiguous() if tall else x, group["ns_coefficients"], group["ns_steps"], group["eps"])
         updates = share.give(x.mT if tall else x)
         if self.found_inf is not None:
@@ -187,7 +187,7 @@ class Muon(torch.optim.Muon):
 
 
 class Share:
-    """Gives each process an equal number of `count` matrices like `p` to work on, and all of them the results."""
+    """Shares out `count` matrices like `p`: each process works on an equal number of whole ones, and all get the results."""
 
     def __init__(self, p: Tensor, count: int, rank: int, processes: int) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -200,7 +200,7 @@ class Share:
         self.most = -(-self.rows // self.processes)  # rows of a split matrix that a process holds; the last ones hold fewer
 
     def take(self, stack: Tensor) -> Tensor:
-        """The matrices of this process's share (each, rows, columns), of all `stack` (count, rows that it holds, columns)."""
+        """From `stack`, all matrices (count, rows held here, columns), to whole ones of this share: (each, rows, columns)."""
         if self.processes == 1:
             return stack
         filled = (0, 0, 0, self.most - self.held if self.split else 0, 0, self.each * self.processes - self.count)
@@ -211,7 +211,7 @@ class Share:
         return parts.transpose(0, 1).flatten(1, 2)[:, : self.rows].contiguous()
 
     def give(self, results: Tensor) -> Tensor:
-        """The inverse: what this process holds of the results of all processes (count, rows that it holds, columns)."""
+        """The inverse of `take`: from results (each, rows, columns) to all matrices (count, rows held here, columns)."""
         if self.processes == 1:
             return results
         if not self.split:
@@ -222,7 +222,7 @@ class Share:
         return self._exchanged(parts.transpose(0, 1).flatten(0, 1))[: self.count, : self.held]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Equal parts of the first dimension: part i goes to process i, and the result has those for this process in order."""
+        """All-to-all over the first dimension: part i goes to process i; returns the parts sent to this process, by sender."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received

@@ -61,8 +61,8 @@ def compile_steps(model: nn.Module) -> nn.Module:
     if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
         # The backward pass computes the norms' outputs again instead of keeping them: less memory, equal speed.
         setattr(partitioner, KEEP_INPUTS, False)
-    # torch by itself compiles the code of a layer at most 8 times per process, then runs it uncompiled. A bench builds its
-    # models before it calls the first; a sweep's runs need the reset, however many.
+    # By default torch compiles the code of a layer at most 8 times per process, then runs the code uncompiled. The higher limit
+    # is for a bench, which builds all models before it calls one; the reset is for a sweep of any number of runs.
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * GRAPHS
@@ -97,7 +97,7 @@ class Parallel:
             self.net = DistributedDataParallel(self.net, gradient_as_bucket_view=True, **no_buffers)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
-        """A context for the passes of a micro batch: gradients are averaged in the `last` micro batch of a step only."""
+        """A context for the passes of a micro batch. Only the `last` one of a step averages gradients (hsdp: across copies)."""
         if not self.sharded:
             return contextlib.nullcontext() if last or self.world.size == 1 else self.net.no_sync()
         if self.kind == "fsdp":

@@ -64,7 +64,7 @@ class TrainConfig:
 
 # The groups and fields that say what a run is: a resume may not change them. (It may change dtype and compile.)
 IDENTITY = ("model", "data", "optim", "steps", "batch_tokens", "seed", "init_from")
-# Fields within these groups that only say where and how a machine reads the data and computes.
+# Fields of these groups that only say where and how a machine reads data and computes (longest_line, expansion: of old runs).
 LOCAL_ONLY = (
     "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
 )  # fmt: skip
@@ -101,7 +101,7 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
 
 
 def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
-    """Give `cfg` the model of the run `init_from`, but for the fields that `overrides` name; none if they choose a model."""
+    """Give `cfg` the model of the run `init_from`, except the fields in `overrides`; do nothing if these choose a model."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
     folders = [Path(folder) for folder in (cfg.init_from, cfg.run_dir if cfg.resume else None) if folder]
     folder = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)  # the source may be gone
@@ -126,7 +126,7 @@ class Vocabulary:
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with the vocabulary and end of text, heads and matched FFN width."""
+    """`cfg` with heads, matched FFN width, the tokenizer's vocabulary size and end of text. ValueError: too small a size."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.vocab_size} is below the tokenizer's {tokenizer.vocab_size}"
@@ -164,7 +164,7 @@ def _shortest(key: str, cfg: Any) -> str:
 
 
 class Run:
-    """The folder of a run, opened by all processes together (gone if a new run fails at once). first: the next step."""
+    """The folder of a run, opened by all processes together; deleted if a new run fails at once. first: step to begin at."""
 
     def __init__(
         self, cfg: TrainConfig, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World
@@ -316,14 +316,14 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
 
 
 def goes_on_longer(run_dir: Path, cfg: TrainConfig) -> bool:
-    """Whether `cfg` adds steps to a run without another learning rate so far, as with schedule=wsd before the decay."""
+    """Whether `cfg` lengthens a run and keeps the learning rates of its finished steps, as wsd does before the decay."""
     planned, saved = read_run_config(run_dir).get("steps", cfg.steps), checkpoint.checkpoints(run_dir)
     done = range(int(saved[-1].name.removeprefix("step_")) if saved else 0)
     return cfg.steps > planned and all(lr_factor(s, planned, cfg.optim) == lr_factor(s, cfg.steps, cfg.optim) for s in done)
 
 
 def facts(model: Decoder) -> dict[str, Any]:
-    """For the first line of metrics.jsonl."""
+    """What the first line of metrics.jsonl says: the model's sizes, the machine, the version of the code."""
     return sizes(model) | {"machine": machine(), "version": version()}
 
 

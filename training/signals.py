@@ -37,7 +37,7 @@ class Signals:
         self.save_requested = False
 
     def __enter__(self) -> "Signals":
-        self.handlers = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}  # of before
+        self.handlers = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}  # to restore
         for number, handler in self.handlers.items():
             if number in ENDING or handler != signal.SIG_IGN:
                 signal.signal(number, self._save if number in HANGUP else self._end)

@@ -57,7 +57,7 @@ def main(cfg: ReportConfig) -> None:
 
 
 def run_folders(given: list[Any]) -> list[str]:
-    """The run folders, each once: what globs match, and the runs in a folder of runs, baselines first; what is none stays."""
+    """The run folders, each once: what globs match, and the runs in a folder of runs, baselines first; other names stay."""
     folders = []
     for name in map(str, given):
         matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(name))

@@ -21,7 +21,7 @@ DRAWS = 2**18  # samples of the multivariate t: its quantiles' standard error is
 
 
 def long_table(arms: list[Arm], values: Mapping[Any, Sequence[Sequence[Any]]]) -> pd.DataFrame:
-    """The table of metric -> for each arm, one value per run. Values that are missing or not finite have no row."""
+    """`values` (metric -> for each arm, one value per run) as a table with a row for each value that is there and finite."""
     rows = [
         (arm.name, arm.point, run.seed, metric, value)
         for metric, of_arms in values.items()
@@ -150,7 +150,7 @@ def welch_p(one: pd.Series, other: pd.Series) -> float | None:
 
 
 def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Estimates, covariance, s_e^2 and the ratio s_b^2 / s_e^2, of R on a grid with steps of 6 %, of highest likelihood."""
+    """Estimates, covariance, s_e^2 and the ratio s_b^2 / s_e^2: the likeliest (REML) of a grid of R ratios, 6 % apart."""
     ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
     spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
     weights = (ratios[:, None] / (1 + spread))[:, None]  # (R, 1, seeds)

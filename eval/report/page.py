@@ -34,7 +34,7 @@ DRAWN_BEFORE = (  # the caption's name, the evaluation that drew the figures, th
 
 @dataclass
 class Image:
-    """A PNG, a description, and the arm that it is of, if one. heatmap: the dark page keeps its colours, a scale."""
+    """A PNG, its description, and the arm that it shows, if one. heatmap: its colours are a scale, kept on the dark page."""
 
     path: Path
     alt: str
@@ -54,7 +54,7 @@ class Image:
 
 @dataclass
 class Figure:
-    """Images under one caption. name: of its caption, which reads `facts`. group: of the page's table it stands below."""
+    """Images under one caption. name: its macro in captions.html, which reads `facts`. group: title of their group."""
 
     name: str
     group: str

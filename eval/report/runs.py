@@ -230,7 +230,7 @@ def other_data(runs: list[Run]) -> str:
 
 
 def keep_bits_per_byte(runs: list[Run], differ: str) -> None:
-    """Of runs that differ so, keep only the bits per byte of texts that all were given. ValueError if there are none."""
+    """Keep only the bits per byte of texts given to all runs. ValueError, beginning with `differ`, without such a text."""
     texts = [{name for name, one in run.evals.items() if "text_sha256" in one["results"]} for run in runs]
     common = {name for name in set.intersection(*texts) if command_of(name) == "perplexity"}
     if not common:

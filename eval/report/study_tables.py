@@ -47,7 +47,7 @@ def difference_table(differences: Sequence[Difference], head: str) -> str:
 
 
 def tables(comparison: Comparison, point: str) -> list[str]:
-    """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
+    """The tables at one point: arms less the reference, also at equal FLOPs, and pairs; both also at equal covariate."""
     lines = []
     for differences in (comparison.effects, comparison.pairs):
         at_point = [one for one in differences if one.point == point]

@@ -7,14 +7,14 @@ v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends (auto: what `choose` p
 - math: the N x N formulas of reference.py, for any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention (SDPA) by one of the next three routes, chosen by device and widths.
 - one_call: both maps of a difference as 2h heads of one SDPA call; all widths are zero-padded to the widest.
-- two_calls: one SDPA call for each map, without padding; one call for both where they share their keys (V2).
+- two_calls: one SDPA call for each map, padded on a CPU alone; one call for both where they share their keys (V2).
 - four_calls: one SDPA call for each map and each half of the values, as in the differential paper's flash code.
 - cpu: our C++ kernel (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in float16.
 - flex: torch's FlexAttention (flex.py). On CUDA; on a CPU without gradients.
 - fused: our Triton kernel for `attend_diff` (kernels/diff.py). On CUDA.
 
 sdpa computes what cpu and fused cannot. flex and fused refuse masks with `see`, `bias` or slopes. `attend_map` runs the
-formulas. For one query (decoding), all but math, and fused for differences, read the keys in place by SDPA.
+formulas. Decoding one token, all but math, and fused for differences, read keys in place by SDPA, V1's on a CPU by `_last_row`.
 """
 
 import torch
@@ -78,7 +78,7 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
 
 
 def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
-    """Make what `mask` keeps for all layers, which torch.compile does not allow inside of activation checkpointing."""
+    """Make the block mask that `mask` keeps for all layers: torch.compile cannot make it inside activation checkpointing."""
     B, T = x.shape[:2]
     if T > 1 and _chosen(backend, x, d, dv, mask, T, T, dropout) == "flex":
         flex.block_mask(mask, B, T, T, sets, x.device)

@@ -149,7 +149,7 @@ class Attention(nn.Module):
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Their order is that of sums over them (gradient norm): another changes last bits."""
+        """Make parameters and submodules. Sums over them (gradient norm) follow their order: another one changes last bits."""
         self.make_projections(cfg)
         self.make_out(cfg)
 
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         return F.dropout(y, self.projection_dropout, self.training) if self.projection_dropout else y
 
     def prepare(self, x: Tensor, mask: Mask) -> None:
-        """Make what `mask` keeps for all layers; x (B, T, D) is any layer's input."""
+        """Make the block mask that `mask` keeps for all layers, if a kernel needs one; x (B, T, D): the input of any layer."""
         width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
         if not self.dense:
             for sets in self.key_sets:
@@ -206,7 +206,7 @@ class Attention(nn.Module):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        return (1,)  # of each softmax of a head, its number of key sets
+        return (1,)  # of each call of a backends.py operation, the number of its key sets
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
         """Merged heads (B, T, h value_width), before the output projection; queries from x, keys and values from `source`."""
@@ -240,8 +240,8 @@ class Attention(nn.Module):
     def normalize(self, scores: Tensor, see: Tensor) -> Tensor:
         """A map's weights (B, h, T, S) from its scores q k' / sqrt(d) + bias, of the same shape, in float32 or better.
 
-        scores: -inf where a query does not see a key, but in rows that see none, which become zero afterwards. T may be any
-        part of the queries, but where the variant sets `whole`. Of m maps per head, scores are (B, h, m, T, S).
+        scores: -inf where `see` hides a key, except in rows that see no key, whose weights are set to 0 afterwards. T may be a
+        part of the queries, unless the variant sets `whole`. With m maps per head, scores are (B, h, m, T, S).
         """
         return softmax(scores, see)
 

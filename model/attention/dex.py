@@ -33,7 +33,7 @@ class DexAttention(Attention):
         super().make_parameters(cfg, layer)
         self.lambda_init = lambda_init(layer)
         self.lambda_learned = nn.Parameter(torch.empty(()))
-        self.register_buffer("annealed", torch.ones(()))  # a: a checkpoint from its middle evaluates as it was trained
+        self.register_buffer("annealed", torch.ones(()))  # a, saved: a checkpoint from mid-annealing evaluates as trained
         self.noise = nn.Linear(self.value_width, self.value_width, bias=False)
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ def lambda_init(layer: int) -> float:
 
 
 def paired_heads(cfg: AttentionConfig, pairs: int = 2) -> Heads:
-    """Heads of two maps with a query and a key each: `pairs` baseline heads make one. ValueError if they do not divide."""
+    """Heads of two maps with a query and a key each: `pairs` baseline heads make one. ValueError: n_kv_head is no multiple."""
     if cfg.n_kv_head % pairs:  # which divides n_head
         wrong = f"heads are paired, and n_head={cfg.n_head} or n_kv_head={cfg.n_kv_head} is odd"
         raise ValueError(f"{wrong}: use even numbers, or (diff) heads=double")
@@ -46,7 +46,7 @@ class DiffAttention(Attention):
     """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V, then a norm per head (arXiv 2410.05258, eq. 1-3).
 
     Query rows of component c of head i are those of baseline head 2i + c; grouped keys are paired first, then repeated. lam
-    is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; normed heads are scaled by 1 - lambda_init.
+    is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; heads are scaled by 1 - lambda_init.
     """
 
     name = "diff"
@@ -96,7 +96,7 @@ class DiffAttention(Attention):
         self.lambda_mix.fill_(min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
     def lam(self) -> Tensor:
-        """lambda, a float32 scalar (arXiv 2410.05258, equation 2)."""
+        """lambda, a scalar () in float32 or better (arXiv 2410.05258, equation 2), times the factor of the warm-up."""
         dtype = torch.promote_types(self.lambda_mix.dtype, torch.float32)
         mix = self.lambda_mix.to(dtype)
         if self.options.lambda_form == "fixed":

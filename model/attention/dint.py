@@ -11,7 +11,7 @@ class DintAttention(DiffAttention):
     """(A1 - lam A2 + lam G) V, row t of G the mean of the rows of A1 at the positions that t sees (arXiv 2501.17486).
 
     Cang et al. take the mean over all rows; here the map is causal. G needs every earlier row of A1, so queries are cached
-    beside the keys, and all rows are computed at once, at T x S memory.
+    beside the keys, and all rows are computed at once, at S x S memory.
     """
 
     name = "dint"

@@ -32,7 +32,7 @@ class Maps:
             self._pair = tuple(x.detach().float() for x in pair)
 
     def check_keys(self, S: int) -> None:
-        """ValueError unless each of the S keys is that of a token: the rows would be those of other queries."""
+        """ValueError unless the S keys are those of S tokens: otherwise the chosen rows would be those of other queries."""
         if self._tokens != S:
             raise ValueError(f"attention to {S} keys of {self._tokens} tokens cannot be probed: {WITHOUT}")
 
@@ -64,7 +64,7 @@ def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]
     """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`; a second pass appends its layers.
 
     model: a Decoder, or one attention module, not compiled. rows: query positions (R,), or (B, R) if they differ between
-    sequences, among the tokens of the pass, which cached tokens are not. apart: fill `maps.pairs`, too.
+    sequences, counted with cached tokens, of tokens of this pass alone. apart: fill `maps.pairs`, too.
     """
     global active
     layers = _attentions(model)

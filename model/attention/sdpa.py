@@ -33,7 +33,7 @@ def sdpa(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's fused kernel; `shown`, what is seen and its bias, replaces the mask's `dense` form, `scale` 1 / sqrt(d)."""
+    """torch's SDPA: (B, H, T, dv). shown: (see, bias) in place of `dense(mask, q, k)`. scale: of scores, None: 1 / sqrt(d)."""
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         if q.dtype == torch.bfloat16 and S <= SHORT:
@@ -106,7 +106,7 @@ def widen(x: Tensor, width: int) -> Tensor:
 
 
 def in_line(x: Tensor) -> Tensor:
-    """The flash operators assume a last stride of 1: on a CPU another stride gives wrong results without an error."""
+    """x with a last stride of 1, as the flash operators need: on a CPU another one gives wrong results without an error."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -9,8 +9,8 @@ from .mask import Mask
 class SelectiveAttention(Attention):
     """softmax(Q K' / sqrt d - F) V, F_ts the sum over u < t of relu(score of head 1)_us.
 
-    Leviathan et al., arXiv 2410.02703, section 3. No token masks itself, and none masks the first one, which is, in each text,
-    a token that sees no other. F needs the queries of all earlier tokens, so the cache keeps head 1's.
+    Leviathan et al., arXiv 2410.02703, section 3. No token masks itself or the first token of its text, which is known by
+    seeing no other token. F needs the queries of all earlier tokens, so the cache keeps head 1's.
     """
 
     name = "selective"

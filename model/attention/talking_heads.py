@@ -24,7 +24,7 @@ class TalkingHeadsAttention(Attention):
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
-        # (1, h, h): a matrix of two dimensions would be trained by Muon, which orthogonalizes what it adds.
+        # (1, h, h): not one of the matrices, whose updates Muon orthogonalizes; `undecayed` keeps it from Muon as well.
         self.mixing = nn.Parameter(torch.empty(1, self.heads, self.heads))
         self.scores_mixing = nn.Parameter(torch.empty(1, self.heads, self.heads)) if self.options.before else None
 

@@ -57,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], whole: bool = False) -> Any:
-    """The number that config.json has for `key`, or else its default. ValueError if there is neither, or it must be whole."""
+    """The number that config.json has for `key`, or else its default. ValueError: neither, or with `whole` a fraction."""
     value = config.get(key)
     if value is None and key in defaults:
         return defaults[key]
@@ -145,7 +145,7 @@ class Format:
     block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: the foreign one
     transposed: ClassVar[tuple[str, ...]] = ()  # ends of the names of their tensors that are (in, out)
     always_biased: ClassVar[tuple[str, ...]] = ()  # parts of the names of modules that have biases
-    bias_keys: ClassVar[dict[str, tuple[str, ...]]] = {}  # key of config.json: the same, if it is true
+    bias_keys: ClassVar[dict[str, tuple[str, ...]]] = {}  # key of config.json: such parts, if its value is true
     outdated: ClassVar[str] = ""  # regular expression of tensors that only older versions saved
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
@@ -279,7 +279,7 @@ def heads_in_halves(rows: Tensor, width: int) -> Tensor:
 def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
     """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
 
-    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was.
+    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so no q k' changes.
     """
     rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)

@@ -202,7 +202,7 @@ class DiffLlama(Llama):
         return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Our tensors in DiffLlama's order. `out` takes up the weight of our head norm; vectors, any other lambda."""
+        """Our tensors in DiffLlama's order. `out` absorbs our head norm's weight and scale, new vectors any other lambda."""
         state, width = super().to_theirs(model), model.cfg.head_dim
         change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
         for layer, block in enumerate(model.blocks):

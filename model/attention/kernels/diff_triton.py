@@ -17,8 +17,8 @@ INTERPRETED = tl.constexpr(interpreted())
 def _tile(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Addresses (ROWS, BLOCK) of a matrix with unit column stride, from row `start` on.
 
-    64-bit only for the first: one sequence of one head can span more than 2^31 elements when heads are interleaved with time,
-    a tile cannot (diff.py sees to it), and its offsets then take half the registers.
+    Only row `start` is addressed in 64 bits: a head's sequence can span more than 2^31 elements where heads are interleaved
+    with time. A tile cannot (`_unit` in diff.py copies such tensors), so its offsets have 32 bits and take half the registers.
     """
     return ptr + tl.cast(start, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :])
 
