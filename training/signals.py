@@ -47,7 +47,7 @@ class Signals:
         for number, handler in self.handlers.items():
             if handler is not None and not self.ending:  # None: not of Python; after a signal its echo may still come
                 signal.signal(number, handler)
-        # A sweep would go on with its next run. Launchers queue again only what is not done.
+        # A sweep would begin its next run after a signal, so end it. A signal to requeue does not count: this run is done.
         goes_on = in_sweep() and (error is None or isinstance(error, Diverged))
         if goes_on and (number := int(self.world.largest(self.ending if self.ending in ENDING else 0))):
             if error:
