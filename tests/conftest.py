@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -62,9 +64,6 @@ def hydra_composes_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of 400 short documents as jsonl."""
-    import json
-    import random
-
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "tiny.jsonl"
     lines = [" ".join(draw.choices(WORDS, k=60)) + "." for _ in range(400)]

@@ -28,23 +28,29 @@ READING = threading.Lock()
 
 
 class Command:
-    """As much of subprocess.Popen as the tests and ablation/jobs.py use: Command([sys.executable, "train.py", "steps=2"])."""
+    """As much of subprocess.Popen as tests, ablation/jobs.py and scripts/gpu.py use: Command([sys.executable, "train.py"])."""
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO, stderr: IO | int = subprocess.STDOUT
+        self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO, stderr: IO | int = subprocess.STDOUT, **_: object
     ) -> None:
         paths = [stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name]
         self.process = SERVER.Process(target=_child, args=(list(arguments[1:]), dict(env), paths))
         with READING:
             self.process.start()
+        self.pid = self.process.pid
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status; negative for a signal."""
         if not connection.wait([self.process.sentinel], timeout):
             self.process.kill()
             raise subprocess.TimeoutExpired("a command of a test", timeout)
+        return self.poll()
+
+    def poll(self) -> int | None:
         with READING:
             return self.process.exitcode
+
+    returncode = property(poll)
 
     def terminate(self) -> None:
         self.process.terminate()

@@ -93,7 +93,6 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, refused, tmp_path):
         ("config.yaml", "data.retrieval", {"digits": 6}, "eval.attention_noise on different"),
         ("eval/perplexity.json", "results.sha256", "0", "eval.perplexity on different text"),
         ("eval/needle.json", "config.samples", 7, "eval.needle on different"),
-        ("eval/needle.json", None, "{", "damaged: move it away and repeat the evaluation"),
         ("tokenizer.json", None, "{", "damaged: copy it from"),
     ):
         original = (two / file).read_text()

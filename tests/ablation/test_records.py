@@ -13,29 +13,24 @@ from ablation.records import POINTS, PUBLISHED, describes, differing, record_of,
 from ablation.study import OF_A_RUN, ROOT, read_evaluation
 from eval.report.runs import read_run, refuse_other_settings
 from model.config import DecoderConfig
+from tests.eval.conftest import further
 from training.run import TrainConfig
-
-
-def evaluated(folder: Path, name: str, results: dict, **settings: object) -> None:
-    content = {"eval": "x", "config": {"run": str(folder), "text": None, **settings}, "results": results}
-    (folder / "eval").mkdir(exist_ok=True)
-    (folder / "eval" / f"{name}.json").write_text(json.dumps(content))
 
 
 def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[..., Path]) -> None:
     """A record has neither settings that are null nor the folder of a text; another text of the same name is refused."""
     older, newer = make_run("a-s1"), make_run("a-s2", seed=2)
     for folder, books in ((older, "/there/books.txt"), (newer, "/here/books.txt")):
-        evaluated(folder, "mqar", {"shares": []}, samples=4, shards=None)
-        evaluated(folder, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text=books)
+        further(folder, "mqar", {"shares": []}, samples=4, shards=None)
+        further(folder, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text=books)
     recorded = run_of(record_of(read_run(older)))
     refuse_other_settings([recorded, read_run(newer)])
     whole = (newer / "eval" / "perplexity_books.json").read_text()
-    evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
+    further(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
     with pytest.raises(ValueError, match=r"ran eval\.perplexity on different text or settings"):
         refuse_other_settings([recorded, read_run(newer)])
     (newer / "eval" / "perplexity_books.json").write_text(whole)
-    evaluated(newer, "mqar", {"shares": []}, samples=5)
+    further(newer, "mqar", {"shares": []}, samples=5)
     with pytest.raises(ValueError, match=r"ran eval\.mqar on different text or settings"):
         refuse_other_settings([recorded, read_run(newer)])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ablation.tuning import Point, Score, TuneConfig, beyond, check, exchanged, in_title, score, tuned, tuning_notes, wanted
+from ablation.tuning import Point, Score, TuneConfig, beyond, exchanged, in_title, score, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
@@ -98,17 +98,3 @@ def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it()
         assert wanted(judge, scores) == [] and tuned(judge, scores).best == {"optim.lr": best}
     assert score(cfg, [math.inf, 0.05, 0.06]) == Score(2, 0.06)  # a trial that diverged has not solved it
     assert "3 seeds solve the task" in tuning_notes({"a": tuned(cfg, scores | {(0.024,): score(cfg, jumps)})}, cfg)[0]
-
-
-def test_grids_that_decide_nothing_are_refused() -> None:
-    for values, more, says in (
-        ([[0.01]], {}, "two or more values"),
-        ([[0.02, 0.01]], {}, "rising"),
-        ([[0.0, 0.01]], {}, "above 0"),
-        ([[0.01, 0.02]], {"refine": ["optim.x"]}, "tune.refine has optim.x"),
-        ([[0.01, 0.02]], {"seeds": [1]}, "seeds of the comparison"),
-        ([[0.01, 0.02]], {"seeds": []}, "is empty"),
-        ([], {}, "one list for each key"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            check(TuneConfig(["optim.lr"], values, **more), [1, 2])

@@ -7,19 +7,17 @@ from data.config import TokenizerConfig
 from data.tokenizer import Tokenizer, build_tokenizer
 from tests.conftest import ROOT
 
-TEXTS = [
-    "It was the best of times, it was the worst of times,\n\nit's 1859 and they'll say   so.\t\r\n",
-    "def f(x):\n    return x**2  # naïve, 你好, 🙂🙃, Ⅷ, ١٢٣\n" * 3,
-    "<|endoftext|> is only text here; so is <|im_start|>.",
-    " leading and trailing \n \n  ",
-    "\x00\x01 control \x7f, e\u0301 combining, \u200b zero width",
-]
-
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Short texts that tokenizers trip over."""
-    return TEXTS
+    return [
+        "It was the best of times, it was the worst of times,\n\nit's 1859 and they'll say   so.\t\r\n",
+        "def f(x):\n    return x**2  # naïve, 你好, 🙂🙃, Ⅷ, ١٢٣\n" * 3,
+        "<|endoftext|> is only text here; so is <|im_start|>.",
+        " leading and trailing \n \n  ",
+        "\x00\x01 control \x7f, e\u0301 combining, \u200b zero width",
+    ]
 
 
 @pytest.fixture(scope="session")

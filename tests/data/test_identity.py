@@ -8,14 +8,9 @@ from data import sources
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import prepare
 from data.shards import META
+from tests.data.test_shards import patch
 
 LINES = "".join(json.dumps({"text": f"Document {i}. " + "word " * 2000}) + "\n" for i in range(120))  # over a MiB
-
-
-def patch(path: Path, position: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        file.write(content)
 
 
 @pytest.mark.parametrize("source", ["text", "hf"])

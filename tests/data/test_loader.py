@@ -1,4 +1,5 @@
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,14 +31,6 @@ def test_permute_shuffles():
     assert all(850 < count < 1150 for count in first.values())
 
 
-def test_windows_cover_the_text_once_and_stay_within_shards(windows):
-    assert len(windows) == (203 - 1) // LENGTH + (100 - 1) // LENGTH == 37
-    rows = np.stack([windows.window(i) for i in range(len(windows))])
-    assert rows.dtype == np.int64 and rows.shape == (37, LENGTH + 1)
-    assert (np.diff(rows, axis=1) == 1).all()
-    assert rows[:, :-1].ravel().tolist() == [*range(200), *range(1000, 1096)]
-
-
 def test_epochs_are_without_replacement_and_reshuffled(windows):
     epochs = [[int(windows.sample(e * 37 + i, seed=5)[0]) for i in range(37)] for e in range(3)]
     assert all(len(set(epoch)) == 37 for epoch in epochs)
@@ -52,8 +45,6 @@ def test_a_text_too_short_for_one_window_and_batches_that_do_not_divide_are_refu
         Windows([Shard(tmp_path / "a.bin")], 8)
     with pytest.raises(ValueError, match="12 samples does not divide over 5 processes"):
         Loader(windows, 12, 0, world=5)
-    with pytest.raises(ValueError, match="micro batches of 5: use micro_batch=4"):
-        Loader(windows, 12, 0, micro_batch=5)
 
 
 def test_prefetcher_gives_the_same_batches_in_any_order(windows):
@@ -65,16 +56,12 @@ def test_prefetcher_gives_the_same_batches_in_any_order(windows):
 
 
 def test_mixture_proportions_are_exact(windows):
-    class Labelled:
-        def __init__(self, label: int) -> None:
-            self.label = label
-
-        def sample(self, index: int, seed: int) -> np.ndarray:
-            return np.array([self.label, index])
+    def labelled(label: int) -> SimpleNamespace:
+        return SimpleNamespace(sample=lambda index, seed: (label, index))
 
     for weights in ([100], [50, 50], [33, 33, 34], [1, 99], [0, 100], [7, 13, 80]):
-        mixture = Mixture([(Labelled(i), weight) for i, weight in enumerate(weights)])
-        drawn = [mixture.sample(i, 0).tolist() for i in range(300)]
+        mixture = Mixture([(labelled(i), weight) for i, weight in enumerate(weights)])
+        drawn = [mixture.sample(i, 0) for i in range(300)]
         assert [Counter(label for label, _ in drawn[:100])[i] for i in range(len(weights))] == weights
         for i, weight in enumerate(weights):
             assert [index for label, index in drawn if label == i] == list(range(3 * weight))  # no gaps, no repeats

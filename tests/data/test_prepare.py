@@ -1,4 +1,4 @@
-"""Preparation: what is written, the same bytes after a kill, validation's share, and what a user's mistake leaves."""
+"""Preparation: what is written, the same bytes after a kill, and validation's share."""
 
 import errno
 import hashlib
@@ -193,7 +193,6 @@ def test_of_few_documents_validation_gets_its_share_and_no_split_stays_empty():
         documents = list(hold_out(books, fraction))
         held = sum(len(document.text) for document in documents if document.split == "val")
         assert held == pytest.approx(fraction * sum(map(len, books)), rel=0.2)
-        assert "".join(document.text for document in documents) == "".join(books)
         assert sum(not document.starts for document in documents) <= 1
         assert sorted(hold_out(draw.sample(books, count), fraction)) == sorted(documents)
     text = "".join(RNG.choices("abc \n", k=1115394 // 10))  # one document is cut as nanoGPT cuts
@@ -241,33 +240,13 @@ def test_large_vocabularies_are_uint32_and_odd_documents_stop_nothing_or_are_nam
         prepare(replace(cfg, dir=f"{cfg.dir}2"))
 
 
-def test_mistakes_are_one_line_and_leave_no_folder(cfg, tmp_path):
-    (tmp_path / "blank.txt").write_text(" \n\n")
-    (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{")
-    cases: list[tuple[dict, str]] = [
-        ({"path": str(tmp_path / "blank.txt")}, "there is no text in"),
-        ({"path": str(tmp_path / "broken.jsonl")}, "line 5 is not JSON"),
-        ({"tokenizer": TokenizerConfig("bpe", 60_000)}, "too small for 60000"),
-        ({"name": "../x"}, "leaves the folder of prepared sets"),
-        ({"name": "/x"}, "leaves the folder of prepared sets"),
-    ]
-    for change, match in cases:
-        with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
-            prepare(replace(cfg, **change))
-        assert "\n" not in str(caught.value)
-        assert not Path(cfg.dir).exists()
-
-
 def test_the_command(tmp_path, typed, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "input.txt").write_text("To be, or not to be.\n" * 100)
     options = ["data=shakespeare", "path=~/input.txt", "data.dir='~/out'"]
     first, second = (typed("data.prepare", *options, more) for more in ("verify=false", "verify=true"))
     assert first.returncode == second.returncode == 0
-    assert (
-        "train 1,891 tokens" in first.stdout
-        and "a part of a document" in first.stdout
-        and "already prepared and verified" in second.stdout
-    )
+    assert "train 1,891 tokens" in first.stdout and "a part of a document" in first.stdout
+    assert "already prepared and verified" in second.stdout
     assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
     assert bytes(tokens(tmp_path / "out", "val")) == (tmp_path / "input.txt").read_bytes()[1890:]

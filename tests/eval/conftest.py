@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,14 @@ import numpy as np
 import pytest
 import yaml
 
+from configs.files import write_atomic, write_json
 from data.config import TokenizerConfig
 from data.shards import write_shard
 from data.tokenizer import Tokenizer, build_tokenizer
 from eval import attention_noise, needle, perplexity
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.conftest import Typed, assert_one_line_error
 from training.checkpoint import save
 
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped, and the river was brown with mud. "
@@ -65,28 +66,26 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def call(typed: Typed) -> Callable[..., str]:
     """call(module, "run=...") -> what a command printed, run as typed."""
 
     def type_in(module: ModuleType, *arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        module.main()
-        return capsys.readouterr().out
+        done = typed(module.__name__, *map(str, arguments))
+        assert not done.returncode, done.stderr
+        return done.stdout
 
     return type_in
 
 
 @pytest.fixture
-def refused(call: Callable[..., str], capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def refused(typed: Typed) -> Callable[..., str]:
     """refused(module, "run=...") -> the one line that says what is wrong; asserts that the exit code is 2."""
 
     def type_in(module: ModuleType, *arguments: object) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            call(module, *arguments)
-        assert stopped.value.code == 2
-        error = capsys.readouterr().err.strip()
-        assert error.startswith("error: ") and "\n" not in error
-        return error
+        done = typed(module.__name__, *map(str, arguments))
+        assert_one_line_error(done, "")
+        assert done.returncode == 2
+        return done.stderr.strip()
 
     return type_in
 
@@ -156,8 +155,7 @@ def seeded(make_run, call):
 
 
 def further(run: Path, name: str, results: dict, **config: object) -> None:
-    """Write eval/NAME.json as write_result does, and a figure."""
+    """Write eval/NAME.json as write_result does, and a figure, of which a page needs the header alone."""
     content = {"eval": name, "run": run.name, "config": {"run": str(run), **config}, "step": 4, "results": results}
-    (run / "eval" / f"{name}.json").write_text(json.dumps(content))
-    (run / "figures").mkdir(exist_ok=True)
-    shutil.copy(run / "figures" / "perplexity.png", run / "figures" / f"{name}.png")
+    write_json(run / "eval" / f"{name}.json", content)
+    write_atomic(run / "figures" / f"{name}.png", bytes(24))

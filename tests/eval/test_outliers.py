@@ -70,10 +70,3 @@ def test_a_real_model_by_layer_and_in_all(layers):
             assert [part[f"top{k}"] for k in RANKS] == pytest.approx([ordered[k - 1].item() for k in RANKS], rel=1e-5)
             assert part["median"] == pytest.approx(want.median().item(), rel=2**-10)
     assert results["logits"]["count"] == 7 * 2 * 4 * 20 * 21 // 2  # windows, layers, maps, visible pairs
-
-
-@pytest.mark.parametrize(("layers", "maps"), [("b", 4), ("d", 4), ("v", 8), ("g", 4), ("n", 2), ("i", 6)])
-def test_every_variants_maps_are_counted(layers, maps):
-    cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=10, vocab_size=30)
-    results = outliers.evaluate(Decoder(cfg).eval(), np.zeros((2, 11), dtype=np.int64))
-    assert [layer["logits"]["count"] for layer in results["per_layer"]] == [2 * maps * 55] * 2

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from data.config import TokenizerConfig
 from data.shards import TextTokens, write_shard
+from data.tokenizer import build_tokenizer
 from eval import common, perplexity
 from eval.recall import ngram_codes, recall_hits
 from model.config import DecoderConfig
@@ -111,8 +113,6 @@ def test_windows_are_disjoint_cover_the_text_and_thin_out_evenly():
     assert np.array_equal(windows[:9, 1:].ravel(), np.arange(1, 91))  # every target once
     assert windows[9, 0] == 200
     assert perplexity.cut_windows(parts, 10, limit=30)[:, 0].tolist() == [0, 60, 220]
-    with pytest.raises(ValueError, match="use tokens=10"):
-        perplexity.cut_windows(parts, 10, limit=9)
 
 
 def test_octaves_are_a_partition() -> None:
@@ -134,8 +134,6 @@ def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
     (tmp_path / "two.md").write_text("Of another kind.")
     for text in ("one.v2.jsonl.gz", "", "*.gz"):  # a folder's texts are .txt, .jsonl, ...
         assert common.read_documents(str(tmp_path / text)) == pages
-    with pytest.raises(ValueError, match="text= takes .txt"):
-        common.read_documents(str(tmp_path / "two.md"))
 
 
 def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, tmp_path):
@@ -152,5 +150,5 @@ def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, ref
     call(perplexity, f"run={run}", "tokens=1600", "training_counts=false")
     assert "rare_hit" not in json.loads(result.read_text())["results"]["recall"]
     other.mkdir()
-    write_shard(other / "val_000000.bin", np.zeros(400, dtype=int), vocab_size=262, fingerprint="00" * 32)
-    assert "another tokenizer" in refused(perplexity, f"run={run}", f"shards={other}")
+    build_tokenizer(TokenizerConfig("bpe", 260), ["some text to learn from " * 20]).save(other)
+    assert "has another tokenizer than the run" in refused(perplexity, f"run={run}", f"shards={other}")

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,12 +13,13 @@ import train  # noqa: F401  # registers its schema
 from configs import with_home
 from configs.files import write_json
 from eval import attention_noise, icl, needle, outliers, perplexity, quantization
-from eval.common import command_of, mean_se, plus_minus, result_name, say
+from eval.common import command_of, mean_se, plus_minus, result_name
 from eval.model_card import text_of
 from eval.report import __main__ as report
 from eval.report.runs import read_run
 from eval.report.runs import text_of as text_of_result
 from eval.report.tables import held_out
+from tests.conftest import Typed
 from training import checkpoint
 from training.checkpoint import save
 
@@ -41,33 +41,18 @@ def book(path: Path, about: str = "dogs") -> Path:
 
 
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
-def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, call, capsys, monkeypatch) -> None:
+def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, typed: Typed, monkeypatch) -> None:
     run = make_run("a")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
-    with pytest.raises(SystemExit) as stopped:
-        call(perplexity, f"run={run}", "tokens=160")
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and printed.out.startswith("perplexity  a: ") and printed.err.count("\n") == 1
-    assert os.strerror(code) in printed.err and str(run / "eval" / "perplexity.json") in printed.err
+    done = typed("eval.perplexity", f"run={run}", "tokens=160")
+    assert done.returncode == 2 and done.stdout.startswith("perplexity  a: ") and done.stderr.count("\n") == 1
+    assert os.strerror(code) in done.stderr and str(run / "eval" / "perplexity.json") in done.stderr
 
 
-def test_a_reader_that_has_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with monkeypatch.context() as patch, os.fdopen(write, "w") as pipe:
-        patch.setattr(sys, "stdout", pipe)
-        say("the first line")
-        say("and another")
-
-
-def test_the_home_folder_is_known_in_every_path(make_run, call, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run = make_run("a")
-    book(tmp_path / "book.txt")
-    call(perplexity, "run='~/runs/a'", "text='~/book.txt'", "tokens=160", "out='~/out'")
-    assert (tmp_path / "out" / "eval" / "perplexity_book.json").is_file() and not (run / "eval").exists()
+def test_the_home_folder_is_known_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     options = ("run=~/a", "examples='~/b'", "runs=[~/c,~/d]")
-    assert [with_home(option) for option in options] == [option.replace("~", str(tmp_path)) for option in options]
+    assert [with_home(option) for option in options] == [option.replace("~", "/home/me") for option in options]
 
 
 def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> None:
@@ -112,8 +97,6 @@ def test_names_of_results() -> None:
         ({"text": "x.txt", "name": "a-book"}, "needle_a-book"),
     ):
         assert result_name("needle", settings) == name and command_of(name) == "needle"
-    with pytest.raises(ValueError, match="give name= with letters"):
-        result_name("needle", {"text": "books/*.txt"})
 
 
 def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, tmp_path) -> None:

@@ -15,7 +15,7 @@ import yaml
 from data.config import DataConfig, TokenizerConfig
 from data.shards import META, Shard, open_split, write_shard
 from data.sources import open_corpus
-from data.tokenizer import build_tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from eval.report.runs import read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -52,11 +52,11 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def trained(folder: Path, shards: Path) -> Path:
+def trained(folder: Path, shards: Path, tokenizer: Tokenizer = TOKENIZER) -> Path:
     """A run folder with a checkpoint, metrics and an evaluation."""
-    cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=TOKENIZER.vocab_size)
+    cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=tokenizer.vocab_size)
     save(folder, 4, Decoder(cfg, seed=1), [])
-    TOKENIZER.save(folder)
+    tokenizer.save(folder)
     data = {"name": "made-up", "source": "text", "dir": str(shards)}
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(cfg), "data": data, "seed": 1, "steps": 4}))
     lines = [{"step": step, "tokens": 64 * step, "loss": 5.0, "time_s": 0.1} for step in range(5)]

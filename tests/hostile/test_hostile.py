@@ -1,6 +1,5 @@
 """Files that were made to harm: each gives one line, without a traceback or a hang."""
 
-import bz2
 import gzip
 import json
 import pickle
@@ -103,12 +102,9 @@ def test_a_file(loaders, file, says, number):
 
 TEXTS: dict[str, tuple[bytes, str]] = {
     "damaged.txt.gz": (damaged(gzip.compress(RANDOM)), "truncated or not"),
-    "cut.txt.bz2": (bz2.compress(RANDOM)[:-100], "truncated or not"),
     "no.txt.xz": (b"this is plain text", "truncated or not"),
-    "nul.txt": (b"\xff\xfe\x00\x00" * 100, "UTF-8"),
     "latin.jsonl": (b'{"text": "\xe9t\xe9"}\n', "UTF-8"),
     "huge-number.jsonl": (b'{"text": ' + b"9" * 10_000 + b"}\n", "line 1"),
-    "number.jsonl": (b'{"text": 5}\n', "no text under 'text'"),
     "array.jsonl": (b'["text"]\n', "no text under 'text'"),
     "keys.jsonl": (json.dumps({f"key{i}": 1 for i in range(5000)}).encode() + b"\n", "no text under 'text'"),
     "newlines.jsonl": (json.dumps({"a\nb": 1}).encode() + b"\n", "no text under 'text'"),

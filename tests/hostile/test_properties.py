@@ -65,7 +65,9 @@ def test_windows_use_every_target_once(lengths, length):
             Windows(texts, length)
         return
     windows = Windows(texts, length)
-    targets = [target for i in range(len(windows)) for target in windows.window(i)[1:].tolist()]
+    rows = [windows.window(i) for i in range(len(windows))]
+    assert all((np.diff(row) == 1).all() for row in rows)  # of one text each
+    targets = [target for row in rows for target in row[1:].tolist()]
     assert len(set(targets)) == len(targets) == sum((n - 1) // length for n in lengths) * length
 
 

@@ -18,9 +18,8 @@ from tests.model.test_huggingface import loaded, write
 from tests.reference import published
 from tests.variants import stirred
 
-DEFAULT = Conversion(init="open", second="random", sublayer_norm=True)
 CONFIGS = {
-    "axolotl's default": ({}, DEFAULT),
+    "axolotl's default": ({}, Conversion(init="open", second="random", sublayer_norm=True)),
     "zero": ({"zero_init": True, "sublayer_norm": False}, Conversion()),
     "mirror": ({"mirror_weights": True, "sublayer_norm": False}, Conversion(init="mirror")),
     "mirror, norm": ({"mirror_weights": True}, Conversion(init="mirror", sublayer_norm=True)),
@@ -85,8 +84,7 @@ def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path
     write(model, tmp_path, "axolotl")
     tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    formula = published.axolotl_split if config["split_heads"] else published.axolotl_double
-    formula = partial(formula, num_heads=8, num_kv_heads=4, depth=1)
+    formula = partial(published.axolotl, split=config["split_heads"], num_heads=8, num_kv_heads=4, depth=1)
     x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
     prefix = "model.layers.1.self_attn."
     w = {key.removeprefix(prefix): value.double().numpy() for key, value in tensors.items() if key.startswith(prefix)}

@@ -45,11 +45,12 @@ PAIRWISE = [
 ]
 
 
-def masks(B: int, T: int, window: int = 17) -> dict[str, Mask]:
+def masks(B: int, S: int, window: int = 17) -> dict[str, Mask]:
     """Each rule alone and two together."""
-    documents = (torch.arange(T)[None] // max(1, T // 3)).repeat(B, 1)
-    keys = torch.ones(B, T, dtype=torch.bool)
-    keys[0, : T // 2 + 1] = False  # the first sequence's early queries see nothing
+    documents = torch.stack([torch.arange(S) * (3 + b) // S - 1 for b in range(B)])  # labels -1, 0, 1, ...
+    keys = torch.ones(B, S, dtype=torch.bool)
+    keys[0, : (S + 1) // 2] = False  # on the left: the first queries see nothing
+    keys[-1, S - S // 5 :] = False  # on the right
     return {
         "causal": Mask(),
         "bidirectional": Mask(causal=False),
@@ -58,6 +59,17 @@ def masks(B: int, T: int, window: int = 17) -> dict[str, Mask]:
         "padding": Mask(keys=keys),
         "padding+window": Mask(keys=keys, window=window),
     }
+
+
+def see_of(mask: Mask, B: int, T: int, S: int) -> torch.Tensor:
+    """Who sees whom, by the words of Mask's docstring: bool (B, T, S) for the last T of S positions."""
+    t, s = torch.arange(S - T, S)[:, None], torch.arange(S)
+    see = ((s <= t) | (not mask.causal)).expand(B, T, S)
+    if mask.window is not None:
+        see = see & ((t - s).abs() < mask.window)
+    if mask.documents is not None:
+        see = see & (mask.documents[:, S - T :, None] == mask.documents[:, None])
+    return see if mask.keys is None else see & mask.keys[:, None]
 
 
 def tensors(operation: str, B: int, T: int, ratio: int, d: int) -> list[torch.Tensor]:

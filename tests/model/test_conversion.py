@@ -60,7 +60,6 @@ PAIRS = [(n, s) for i, n in enumerate(EXACT) for j, s in enumerate(SHAPES) if (i
 def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
     source = baseline(shape)
     changed = change(source, convert(source, EXACT[name]), text(source))
-    assert EXACT[name].exact
     assert changed.max_logit < 1e-4 and changed.mean_logit <= changed.max_logit  # float32; logits up to ~ 30
     assert len(changed.hidden) == 3 and max(changed.hidden) < 1e-5
     assert source(text(source)).abs().max() > 1
@@ -199,7 +198,6 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_ran
         ({}, Conversion(lambda_bias=-3.0), "leave lambda_bias out"),
         ({}, Conversion(to="same", heads="split"), "leave out heads"),
         ({}, Conversion(to="dex", init="mirror"), "leave out init"),
-        ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
         ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 .* is odd: use heads=double"),
         ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
         ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),

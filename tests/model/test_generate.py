@@ -7,8 +7,8 @@ from torch import Tensor
 from model import decoder
 from model.attention import backends
 from model.attention.backends import attend, attend_diff
-from model.attention.mask import Mask
 from model.decoder import Decoder, _choose
+from tests.model.test_backends import masks
 from tests.variants import NATIVE, config, randomized
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.5, 0.0, 1.9, -3.0])
@@ -111,16 +111,10 @@ def test_what_cannot_be_generated_is_refused(options: dict, says: str) -> None:
 
 # ---------------------------------------- one query over the keys of a cache
 
-MASKS = {
-    "causal": Mask(),
-    "none": Mask(causal=False),
-    "window": Mask(window=5),
-    "documents": Mask(documents=torch.arange(2 * 37).view(2, 37) // 11),
-    "keys": Mask(keys=torch.arange(37) >= torch.tensor([[9], [37]])),  # the second sequence sees nothing
-}
+MASKS = masks(2, 37, window=5)  # in the last, the second sequence's last query sees nothing
 
 
-@pytest.mark.parametrize(("mask", "groups"), tuple(zip(MASKS, (1, 3, 1, 3, 1), strict=True)))
+@pytest.mark.parametrize(("mask", "groups"), tuple(zip(MASKS, (1, 3, 1, 3, 1, 3), strict=True)))
 def test_one_query_is_the_formula(mask: str, groups: int) -> None:
     """Softmax attention and both kinds of difference, in outputs and gradients, and with a cache's strides."""
     generator = torch.Generator().manual_seed(3)

@@ -14,6 +14,7 @@ from model.attention.kernels import interpreted, unavailable
 from model.attention.mask import CAUSAL, Mask
 from model.decoder import Decoder
 from tests.conftest import run_command
+from tests.model.test_backends import masks, see_of
 from tests.variants import config
 
 pytest.importorskip("triton", reason="the fused kernel needs the package triton")
@@ -57,24 +58,10 @@ def draw(
 
 
 def view(name: str, B: int, T: int, S: int) -> tuple[Mask, Tensor]:
-    """A mask and, from its definition, who sees whom: bool (B, T, S)."""
-    t, s = torch.arange(S - T, S)[:, None], torch.arange(S)[None, :]
-    see = (s <= t).expand(B, T, S) if name != "bidirectional" else torch.ones(B, T, S, dtype=torch.bool)
-    window = documents = keys = None
-    if name.endswith("window"):
-        window = max(1, S // 4)
-        see = see & (s > t - window)
-    if name == "documents":
-        documents = torch.stack([torch.arange(S) * (3 + b) // S - 1 for b in range(B)])  # labels -1, 0, 1, ...
-        see = see & (documents[:, S - T :, None] == documents[:, None, :])
-    if name.startswith("padding"):
-        keys = torch.ones(B, S, dtype=torch.bool)
-        keys[0, : (S + 1) // 2] = False  # on the left: the first queries see nothing
-        keys[-1, S - S // 5 :] = False  # on the right
-        see = see & keys[:, None, :]
-    move = functools.partial(Tensor.to, device=DEVICE)
-    documents, keys = (None if x is None else move(x) for x in (documents, keys))
-    return Mask(name != "bidirectional", window, documents, keys), move(see)
+    """A mask, and who sees whom: bool (B, T, S)."""
+    with torch.device(DEVICE):
+        mask = masks(B, S, max(1, S // 4))[name]
+        return mask, see_of(mask, B, T, S)
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor) -> Tensor:
@@ -162,11 +149,8 @@ def test_block_boundaries(name: str) -> None:
 @pytest.mark.parametrize("window", (1, 64, 65, 1000))
 def test_windows(window: int) -> None:
     """Down to itself alone and beyond the length, one-sided and two-sided."""
-    t, s = torch.arange(40, 150)[:, None], torch.arange(150)[None, :]
-    near = (t - s).abs() < window
-    for causal in (True, False):
-        see = (near & (s <= t) if causal else near).expand(1, 110, 150).to(DEVICE)
-        compare(draw(110, 150, 1, 32, "V2", B=1), Mask(causal, window), see, FLOAT32)
+    for mask in (Mask(window=window), Mask(causal=False, window=window)):
+        compare(draw(110, 150, 1, 32, "V2", B=1), mask, see_of(mask, 1, 110, 150).to(DEVICE), FLOAT32)
 
 
 @pytest.mark.parametrize(("d", "dv"), ((1, 2), (17, 128), (80, 16), (128, 256)))

@@ -16,7 +16,7 @@ from model.attention.introspective import IntrospectiveConfig
 from model.attention.mask import Mask
 from model.cache import KVCache
 from model.decoder import Decoder, layer_letter
-from tests.model.test_backends import masks
+from tests.model.test_backends import masks, see_of
 from tests.reference import formulas
 from tests.variants import NATIVE, VARIANTS, config, randomized
 
@@ -29,17 +29,6 @@ def on(model: Decoder, backend: str) -> Decoder:
     for block in model.blocks:
         block.attention.backend = backend
     return model
-
-
-def see_of(mask: Mask, T: int) -> np.ndarray:
-    """Who sees whom (2, T, T), by the words of Mask's docstring and a loop."""
-    see = np.zeros((2, T, T), dtype=bool)
-    for b, t, s in np.ndindex(see.shape):
-        ok = s <= t or not mask.causal
-        ok &= mask.window is None or abs(t - s) < mask.window
-        ok &= mask.documents is None or bool(mask.documents[b, t] == mask.documents[b, s])
-        see[b, t, s] = ok and (mask.keys is None or bool(mask.keys[b, s]))
-    return see
 
 
 def weights_of(module: nn.Module) -> dict[str, np.ndarray]:
@@ -58,7 +47,7 @@ def test_equals_the_formula(name: str, ratio: int) -> None:
         mask = masks(2, T, window=4)[label]
         x, x0 = torch.randn(2, 2, T, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(T)).unbind(0)
         first = (weights_of(earlier), x0.numpy())
-        want = formula(weights_of(module), x.numpy(), see_of(mask, T), model.cfg, 1, first)
+        want = formula(weights_of(module), x.numpy(), see_of(mask, 2, T, T).numpy(), model.cfg, 1, first)
         for backend in BACKENDS:
             on(model, backend)
             carry: Carry = {}
@@ -201,9 +190,8 @@ def test_options_that_change_shapes_or_starts() -> None:
     assert lam.shape == (2, 8, 5, 1) and (lam - torch.sigmoid(torch.tensor(-4.0))).abs().max() < 0.02
     paths = Decoder(config("introspective_earlier_paths")).blocks[0].attention
     assert len(paths.q) == 3 and len(paths.k) == len(paths.v) == 2
-    assert [layer_letter(config("hybrid", n_layer=5), i) for i in range(5)] == list("bdbdb")
-    model = Decoder(config("baseline", layers="bbdd", n_layer=4))
-    assert [type(block.attention) for block in model.blocks] == [CLASSES[c] for c in "bbdd"]
+    model = Decoder(config("baseline", layers="bbdd", n_layer=6))
+    assert [type(block.attention) for block in model.blocks] == [CLASSES[c] for c in "bbddbb"]
 
 
 @functools.cache
@@ -275,8 +263,6 @@ def test_greedy_generation_does_not_need_the_cache() -> None:
     for _ in range(6):
         tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(model.generate(prompt, 6), tokens)
-    sampled = [model.generate(prompt, 6, temperature=1.0, top_k=5, generator=torch.Generator().manual_seed(7)) for _ in "ab"]
-    assert torch.equal(*sampled)
 
 
 @pytest.mark.parametrize(
@@ -303,17 +289,13 @@ def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:
         Decoder(config("baseline", **changes))
 
 
-INTROSPECTIVE = (
-    ({"paths": 1}, "path_weight=sigmoid"),
-    ({"paths": 1, "path_weight": "literal"}, "always zero.*path_weight=sigmoid"),
-    ({"paths": 2, "path_weight": "literal"}, "always .1 and -1"),
-    ({"heads": 3}, "no multiple of 1 that divides d_model=64: use such a number, or n_kv_head=1$"),
-    ({"heads": 8, "paths": 5}, "exceeds the baseline's budget"),
-    ({"mode": "sequence", "repeated": True, "paths": 11}, "at most paths=10$"),
-)
-
-
 def test_degenerate_introspection_is_refused() -> None:
-    for options, says in INTROSPECTIVE:
+    for options, says in (
+        ({"paths": 1}, "path_weight=sigmoid"),
+        ({"paths": 2, "path_weight": "literal"}, "always .1 and -1: use path_weight=sigmoid"),
+        ({"heads": 3}, "no multiple of 1 that divides d_model=64: use such a number, or n_kv_head=1$"),
+        ({"heads": 8, "paths": 5}, "exceeds the baseline's budget"),
+        ({"mode": "sequence", "repeated": True, "paths": 11}, "at most paths=10$"),
+    ):
         with pytest.raises(ValueError, match=says):
             Decoder(config("introspective", introspective=IntrospectiveConfig(**options)))

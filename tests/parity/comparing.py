@@ -67,10 +67,10 @@ def assert_equals_formula(w: dict[str, Tensor], module: nn.Module, rope: Rope | 
     want = np.stack([formula(arrays, each) for each in x.detach().numpy()])
     # Both sides are float64 and of order 1; they differ by the order of their sums.
     np.testing.assert_allclose(y.detach().numpy(), want, rtol=1e-9, atol=1e-11)
-    for direction in torch.randn(1, 1, T, D, generator=generator, dtype=torch.float64):
-        step = x.detach().numpy() + 1e-30j * direction.numpy()
-        slope = sum((formula(arrays, each) * g).sum().imag for each, g in zip(step, weight.numpy(), strict=True)) / 1e-30
-        assert (grad * direction).sum().item() == pytest.approx(slope, rel=1e-9, abs=1e-9)
+    direction = torch.randn(1, T, D, generator=generator, dtype=torch.float64)
+    step = x.detach().numpy() + 1e-30j * direction.numpy()
+    slope = sum((formula(arrays, each) * g).sum().imag for each, g in zip(step, weight.numpy(), strict=True)) / 1e-30
+    assert (grad * direction).sum().item() == pytest.approx(slope, rel=1e-9, abs=1e-9)
 
 
 def assert_same_function(ours: Callable[[Tensor], Tensor], published: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -82,8 +82,7 @@ def assert_same_function(ours: Callable[[Tensor], Tensor], published: Callable[[
         y = function(leaf)
         (y * weight).sum().backward()
         results.append((y.detach(), leaf.grad))
-    torch.testing.assert_close(results[0][0], results[1][0], **CLOSE)
-    torch.testing.assert_close(results[0][1], results[1][1], **CLOSE)
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 def randomize(module: nn.Module) -> None:

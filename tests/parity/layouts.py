@@ -89,7 +89,9 @@ def import_attention(
     module was given no depth). gqa_pairing: of microsoft's grouped keys, pair_first (its flash modules; the default) or
     repeat_first (its naive module): then every head gets its own copy of its keys and values. norm_eps: None is the source's.
     """
-    form = _form(source, layout)
+    form = LAYOUTS[layout]
+    if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
+        form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
     heads, kv_heads = (count // (2 if form.queries else 1) for count in (n_head, n_kv_head or n_head))
     state = _renamed(source, form)
     width = len(state["q.weight"]) // (2 * heads)
@@ -117,13 +119,6 @@ def import_attention(
     if layout != "microsoft_v2":
         state["lambda_mix"] = torch.ones(())  # of a finished warm-up
     return overrides, state
-
-
-def _form(source: Mapping[str, Tensor], layout: str) -> Layout:
-    form = LAYOUTS[layout]
-    if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
-        form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
-    return form
 
 
 def _renamed(source: Mapping[str, Tensor], form: Layout) -> dict[str, Tensor]:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention.mask import Mask
-from model.interop.format import half_from_interleaved
 from tests.parity.comparing import DRAWS, assert_equals_formula, choices, imported, random_weights, rope_of
 from tests.parity.layouts import LAYOUTS, import_attention
 from tests.reference import published
@@ -24,8 +22,6 @@ FORMULAS = {  # the formula: its layout
     "microsoft_v2": "microsoft_v2",
 }
 BAKED = {"microsoft_naive": {"gqa_pairing": "repeat_first"}}  # options of the importer
-NO_GROUPS = {layout for layout, form in LAYOUTS.items() if not form.pairings}
-QUERIES = {layout for layout, form in LAYOUTS.items() if form.queries}  # num_heads counts two for each head
 
 
 def test_every_layout_is_compared() -> None:
@@ -37,15 +33,13 @@ def test_every_layout_is_compared() -> None:
 def test_imported_weights_compute_what_the_source_computes(name: str, draw: str) -> None:
     layout, pick = FORMULAS[name], choices(f"{name}/{draw}")
     heads, width, layer, T = pick(1, 2, 3, 4, 6), pick(2, 4, 6), pick(*range(12)), pick(1, 2, 5, 7)
-    kv_heads = heads if layout in NO_GROUPS else pick(*(n for n in range(1, heads + 1) if heads % n == 0))
-    unit = 2 if layout in QUERIES else 1
+    kv_heads = pick(*(n for n in range(1, heads + 1) if heads % n == 0)) if LAYOUTS[layout].pairings else heads
+    unit = 2 if LAYOUTS[layout].queries else 1  # num_heads counts two for each head
     counts = {"n_head": unit * heads, "n_kv_head": unit * kv_heads}
     of_shapes, of_formula, of_import = options(layout, pick)
     w = random_weights(published.shapes(layout, *counts.values(), width, **of_shapes), layer, pick(*range(100)))
     if "lambda_init" in w and pick(True, False):
         w["lambda_init"] = torch.tensor(pick(-0.7, 0.0, 0.5, 3.0), dtype=torch.float64)
-    if layout in NO_GROUPS:
-        counts.pop("n_kv_head")
     module, overrides = imported(w, layout, layer, pick("math", "sdpa", "auto"), **counts, **of_import, **BAKED.get(name, {}))
     rope = rope_of(overrides, T) if of_formula.get("rope", True) else None
     formula = partial(getattr(published, name), num_heads=unit * heads, num_kv_heads=unit * kv_heads, depth=layer, **of_formula)
@@ -65,17 +59,6 @@ def options(layout: str, pick: Any) -> tuple[dict, dict, dict]:
     return {}, {}, {}
 
 
-def test_the_two_pairings_are_two_functions_and_repeating_first_loses_the_sharing() -> None:
-    w = random_weights(published.shapes("microsoft", 4, 2, 4))
-    x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    out = {}
-    for pairing, kv_heads in (("pair_first", 4), ("repeat_first", 8)):
-        module, overrides = imported(w, "microsoft", 0, n_head=4, n_kv_head=2, gqa_pairing=pairing)
-        assert overrides["n_head"] == 8 and overrides["n_kv_head"] == kv_heads
-        out[pairing] = module(x, rope_of(overrides), Mask())
-    assert (out["pair_first"] - out["repeat_first"]).abs().max() > 0.1
-
-
 def test_a_schedule_stored_in_float32_leaves_the_vectors_alone() -> None:
     w = random_weights(published.shapes("axolotl_double", 4, 4, 4))
     w["lambda_init"] = torch.tensor(float(published.lambda_init(2)), dtype=torch.float32)
@@ -83,17 +66,3 @@ def test_a_schedule_stored_in_float32_leaves_the_vectors_alone() -> None:
     assert all(torch.equal(state[key], w[key]) for key in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"))
     with pytest.raises(ValueError, match="lambda_init is not finite"):
         import_attention(w | {"lambda_init": torch.tensor(float("nan"))}, "axolotl_double", n_head=4, layer=2)
-
-
-def test_interleaved_rows_permuted_to_half_split_give_the_same_outputs() -> None:
-    w = random_weights(published.shapes("microsoft", 4, 2, 6))
-    module, overrides = imported(w, "microsoft", 0, n_head=4, n_kv_head=2)
-    x = torch.randn(2, 7, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rope = rope_of(overrides)
-    before = module(x, rope, Mask())
-    with torch.no_grad():
-        for linear in (module.q, module.k):
-            linear.weight.copy_(half_from_interleaved(linear.weight, 6))
-    torch.testing.assert_close(module(x, rope._replace(interleaved=False), Mask()), before, rtol=1e-9, atol=1e-11)
-    assert (module(x, rope, Mask()) - before).abs().max() > 1e-3
-    assert half_from_interleaved(torch.arange(12.0), 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]

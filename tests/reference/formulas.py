@@ -22,7 +22,6 @@ from tests.reference.parts import (
     positions,
     rms,
     rope,
-    rows,
     seen,
     sigmoid,
     softmax,
@@ -48,7 +47,7 @@ def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Call
         j = i * cfg.n_kv_head // cfg.n_head
         v, scores = changes["values"](b, j) if "values" in changes else head(w, "v", x[b], j, d), logits(w, x[b], cfg, i, j)
         scores = changes["change"](b, i, scores) if "change" in changes else scores
-        y = softmax(scores, rows(see, b), b, i, changes.get("row", exponentials)) @ v
+        y = softmax(scores, seen(see, b, i), b, i, changes.get("row", exponentials)) @ v
         return changes["output"](b, i, y) if "output" in changes else y
 
     return joined(w, x, cfg.n_head, one)
@@ -189,7 +188,7 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
         for c in (0, 1):
             q, k = normed(w, "q", vectors("q", b, i, c)), normed(w, "k", vectors("k", b, j, c))
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
-            maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
+            maps.append(softmax(scores / np.sqrt(d), seen(see, b, i), b, i))
         y = combine(b, i, maps, lam) @ head(w, "v", x[b], j, dv)
         return (1 - lam_init if opt.head_scale is None else opt.head_scale) * head_norm(w, opt.head_norm, y)
 
@@ -236,7 +235,7 @@ def gated_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, fi
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * kv // h
-        maps = [softmax(logits(w, x[b], cfg, 2 * i + c, 2 * j + c), rows(see, b), b, i) for c in (0, 1)]
+        maps = [softmax(logits(w, x[b], cfg, 2 * i + c, 2 * j + c), seen(see, b, i), b, i) for c in (0, 1)]
         g = sigmoid(head(w, "gate_logits", x[b], i, 1))
         return rms((g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * cfg.head_dim), w["head_norm.weight"])
 
@@ -248,7 +247,7 @@ def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
-        maps = (softmax(logits(w, x[b], cfg, 2 * i + c, j), rows(see, b), b, i) for c in (0, 1))
+        maps = (softmax(logits(w, x[b], cfg, 2 * i + c, j), seen(see, b, i), b, i) for c in (0, 1))
         first, second = (each @ head(w, "v", x[b], j, cfg.head_dim) for each in maps)
         return first - sigmoid(head(w, "lambda_logits", x[b], i, 1)) * second
 
@@ -263,7 +262,7 @@ def integral(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, firs
     def one(b: int, i: int) -> np.ndarray:
         j = i * kv // h
         mean = np.mean([logits(w, x[b], cfg, signals * i + s, signals * j + s) for s in range(signals)], 0)
-        return softmax(mean, rows(see, b), b, i) @ head(w, "v", x[b], j, signals * cfg.head_dim)
+        return softmax(mean, seen(see, b, i), b, i) @ head(w, "v", x[b], j, signals * cfg.head_dim)
 
     return joined(w, x, h, one)
 
@@ -322,7 +321,7 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
                 j = i // group
                 keys = np.concatenate([ks[j] for ks, _ in sets])
                 values = np.concatenate([vs[j] for _, vs in sets])
-                visible = np.concatenate([rows(see, b)] * len(sets), -1)
+                visible = np.concatenate([seen(see, b, i)] * len(sets), -1)
                 scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
                 merged.append(softmax(scores, visible, b, i) @ values)
             a = head_norm(w, opt.path_norm, np.concatenate(merged, -1), f"path_norms.{p}")

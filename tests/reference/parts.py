@@ -34,7 +34,6 @@ def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0, row: Ca
     """
     more = extra[b % extra.shape[0], i % extra.shape[1]]
     scores = scores + np.tile(more, (1, scores.shape[1] // more.shape[1]))
-    see = see[i % len(see)] if see.ndim == 3 else see
     out = np.zeros_like(scores)
     for t in range(scores.shape[0]):
         cols = np.flatnonzero(see[t])
@@ -84,14 +83,9 @@ def joined(w: dict, x: np.ndarray, heads: int, head_of: Callable) -> np.ndarray:
     return np.stack([project_out(w, [head_of(b, i) for i in range(heads)]) for b in range(len(x))])
 
 
-def rows(see: np.ndarray, b: int) -> np.ndarray:
-    """Who sees whom in sequence b: (T, S), or (H, T, S) where the heads differ."""
-    return see if see.ndim == 2 else see[b]
-
-
 def seen(see: np.ndarray, b: int, i: int) -> np.ndarray:
-    """Who sees whom in head i of sequence b, (T, S)."""
-    of_sequence = rows(see, b)
+    """Who sees whom in head i of sequence b, (T, S); see may be (T, S), (B, T, S) or (B, H, T, S)."""
+    of_sequence = see if see.ndim == 2 else see[b]
     return of_sequence[i % len(of_sequence)] if of_sequence.ndim == 3 else of_sequence
 
 

@@ -101,14 +101,13 @@ def test_attention_has_a_row_per_length_variant_and_backend(monkeypatch: pytest.
 
 
 def test_memory_is_the_peak_of_the_op_alone() -> None:
-    held = torch.ones(50_000_000)  # 200 MB of this process, which the op has nothing to do with
+    _held = torch.ones(50_000_000)  # 200 MB of this process, which the op has nothing to do with
     cfg = tiny("attention", heads=8, width=32, batch=4)
     score = 4 * 8 * 512 * 512 * 4 / 1e6  # one N x N map of all heads, in MB: 34
     whole = attention.op_memory(cfg, "baseline", "math", 512, CPU)
     assert 2 * score < whole < 8 * score  # at least the scores and the weights
     lean = AttentionArm(cfg, "baseline", "sdpa", 512, CPU).memory()  # in this process, to save the time of another
     assert 0 < lean < score / 2  # never N x N: outputs and gradients of 2 MB each
-    assert held.sum() > 0
 
 
 @pytest.mark.parametrize("variant", models.model_files())
@@ -139,11 +138,9 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(tmp_path: Path, monk
     monkeypatch.setattr(training, "remote_step", here)
     monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
     cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
-    for text in (None, "GPT = GPTConfig = 1"):
-        if text:
-            (tmp_path / "model.py").write_text(text)
-        with pytest.raises(ValueError, match="not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT[^\n]*$"):
-            training.train(cfg, CPU)
+    (tmp_path / "model.py").write_text("GPT = GPTConfig = 1")
+    with pytest.raises(ValueError, match="not a nanoGPT checkout"):  # a folder without the file: tests/wrong_inputs
+        training.train(cfg, CPU)
     (tmp_path / "model.py").write_text(NANOGPT)
     cfg.model.vocab_size, cfg.model.context = 96, 16
     rows = training.train(cfg, CPU)

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
 
 import pytest
 import torch
@@ -18,26 +17,12 @@ from configs import CONFIG_DIR
 from scripts import gpu
 from tests.conftest import run_command
 from tests.faults.ends import until
-from tests.processes import READING, Command
-
-
-class Forked(Command):
-    """A process of a visit that starts at once."""
-
-    def __init__(self, command: list[str], env: dict[str, str], stdout: IO, **options: object) -> None:
-        super().__init__(command, env, stdout)
-        self.pid = self.process.pid
-
-    def poll(self) -> int | None:
-        with READING:
-            return self.process.exitcode
-
-    returncode = property(poll)
+from tests.processes import Command
 
 
 def test_the_stand_ins_run_and_leave_their_files(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     """All stages but mfu, whose bench test_bench.py runs. A stopped run is resumed; every arm has its seeds."""
-    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=Forked, run=subprocess.run))
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=Command, run=subprocess.run))
     code = gpu.main(["tiny=true", f"out={tmp_path}", "stages=kernel,attention,training"])
     printed = capsys.readouterr().out
     assert code == 0, printed

@@ -102,9 +102,6 @@ def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, tmp_path: Path
 
 def test_the_trained_context_is_the_limit(tmp_path: Path, call: Typed) -> None:
     rope, learned = make_run(tmp_path / "rope"), make_run(tmp_path / "learned", position="learned", norm="layernorm")
-    for run in (rope, learned):
-        refused = call(run=run, prompt="x" * 64)
-        assert "the prompt has 65 tokens, but the trained context has 64: shorten" in refused.stderr
     both = call(run=rope, prompt=[">" * 60, ">"], temperature=0, out=tmp_path / "both.json")
     assert both.returncode == 0
     assert [len(s["tokens"]) for s in json.loads((tmp_path / "both.json").read_text())["results"]["samples"]] == [3, 62]

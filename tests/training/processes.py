@@ -26,7 +26,6 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from train import train as run_training
 from training import checkpoint
-from training import checkpoint as saving
 from training.checkpoint import CheckpointConfig, Saver
 from training.distributed import World, join_world, local
 from training.optim import Guard, OptimConfig, build_optimizers, state_tensors
@@ -143,11 +142,11 @@ def full(world: World, folder: str) -> None:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     parallel, optimizers = small(world, "fsdp", None, "adamw")
-    saving.save_file, save_file = saving.save_file if world.rank != 1 else no_room, saving.save_file
+    checkpoint.save_file, save_file = checkpoint.save_file if world.rank != 1 else no_room, checkpoint.save_file
     try:
         Saver(Path(folder), CheckpointConfig(), parallel.model, optimizers, world).save(1)
     finally:
-        saving.save_file = save_file
+        checkpoint.save_file = save_file
 
 
 def main(plan: Path, results: Path) -> None:

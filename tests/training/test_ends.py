@@ -1,4 +1,4 @@
-"""What several processes print at an end, JSON without NaN, locks and litter. (tests/faults has runs that end.)"""
+"""What several processes print at an end, JSON without NaN, and litter. (tests/faults has runs that end.)"""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from configs import one_line_errors
-from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
+from configs.files import json_text, remove_leftovers, whole_folder, write_atomic, write_json
 from data.loader import inputs_and_targets
 from eval.common import EvalConfig
 from tests.conftest import Typed, train_arguments
@@ -132,11 +132,6 @@ def test_what_a_killed_command_left_half_written_is_removed_and_nothing_else(tmp
         (partial / "a").write_text("half")
         raise KeyboardInterrupt
     write_atomic(tmp_path / "b.json", b"{", b"}")
-    first = FolderLock(tmp_path, "trains in it")
-    with pytest.raises(ValueError, match=r"is in use: another process trains in it"):
-        FolderLock(tmp_path, "trains in it")
-    first.release()  # a lock ends with its holder
-    FolderLock(tmp_path, "trains in it").release()
     remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "b.json", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "folder"]
     assert (folder / "a").read_text() == "newer" and (tmp_path / "b.json").read_text() == "{}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from eval.report.runs import read_run
 from model.attention.diff import DiffConfig
 from model.attention.probe import first_share, probe
 from model.decoder import Decoder
@@ -43,10 +44,6 @@ def test_every_variant_has_finite_numbers(variant: str) -> None:
     known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(letter)
     assert known is None or known in special
     assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
-    kind = type(model.blocks[1].attention)
-    assert kind.signed or layer["negative"] == 0
-    if kind.row_sums == "one":
-        assert layer["mass"] == pytest.approx(1, abs=1e-5)
 
 
 @torch.no_grad()
@@ -174,13 +171,18 @@ def test_a_compiled_graph_is_compiled_once() -> None:
 
 
 def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Path, tmp_path: Path) -> None:
+    """By the monitor and by needle questions, and it trains as a run that nobody watches."""
+    mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "needle_samples=8")
+    more = ("model=diff", "model.n_layer=1", "steps=3", "model.dropout=0.1", "model.diff.lambda_warmup=10", *mixed)
     runs = {}
     for every in (2, 0):
-        more = ("model=diff", "model.n_layer=1", "steps=3", "model.dropout=0.1", "model.diff.lambda_warmup=10")
-        runs[every] = metrics(trained(shards, tmp_path / str(every), *more, f"monitor.every={every}"))
-    watched = [line for line in runs[2] if "monitor_s" in line]
-    assert [line["step"] for line in watched] == [0, 2, 3] and watched[1]["tokens"] == 1024
+        runs[every] = metrics(trained(shards, tmp_path / str(every), *more, f"monitor.every={every}", f"needle_every={every}"))
+    watched, asked = ([line for line in runs[2] if key in line] for key in ("monitor_s", "needle_acc"))
+    assert [line["step"] for line in watched] == [line["step"] for line in asked] == [0, 2, 3]
+    assert watched[1]["tokens"] == 2 * 768 and not any({"monitor_s", "needle_acc"} & line.keys() for line in runs[0])
     assert [line["monitor/mean/lambda_mix"] for line in watched] == pytest.approx([0.1, 0.2, 0.3])
-    assert not any("monitor_s" in line for line in runs[0])
-    often, never = ([line["loss"] for line in lines if "loss" in line] for lines in runs.values())
-    assert often == never
+    often, never = ([(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] for lines in runs.values())
+    assert often == never and len(never) == 3
+    assert all({"loss_text", "loss_retrieval"} <= line.keys() for line in runs[0] if "loss" in line)
+    run = read_run(tmp_path / "2")
+    assert run.value("train.tokens_to_0.5") is None and run.value("train.val_loss") > 0

@@ -1,6 +1,5 @@
-"""Needle questions during training: known readers, no effect on training, tokens to an accuracy."""
+"""Needle questions during training: known readers."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,30 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from configs.files import read_json_lines
 from data.config import TokenizerConfig
 from data.loader import Windows
 from data.retrieval import cities
+from data.shards import TextTokens
 from data.tokenizer import build_tokenizer
-from eval.report.runs import read_run
-from tests.training.test_train import trained
 from training.monitor import NeedleProbe
 
 TOKENIZER = build_tokenizer(TokenizerConfig("bytes"))
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped. " * 40
-
-
-class Text:
-    """A text, read as a shard is read."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = np.array(tokens)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.tokens[start:stop]
 
 
 class Reader(nn.Module):
@@ -53,7 +37,7 @@ class Reader(nn.Module):
 
 
 def test_known_readers() -> None:
-    windows = Windows([Text(TOKENIZER.encode(TEXT))], 160)
+    windows = Windows([TextTokens(np.array(TOKENIZER.encode(TEXT)))], 160)
     probe = NeedleProbe(Reader(TOKENIZER.vocab_size), windows, TOKENIZER, 16, 4)
     assert probe.read() == 1.0 and probe.rows.shape == (16, 161)
     probe.model.wrong = 4
@@ -67,25 +51,11 @@ def test_known_readers() -> None:
 
 
 def test_a_document_mask_hides_no_needle() -> None:
-    windows = Windows([Text([TOKENIZER.eot, *TOKENIZER.encode(TEXT[:30])] * 40)], 160)
+    windows = Windows([TextTokens(np.array([TOKENIZER.eot, *TOKENIZER.encode(TEXT[:30])] * 40))], 160)
     reader = Reader(TOKENIZER.vocab_size)
     ends = {}
     for reader.cfg.document_mask in (False, True):
         ends[reader.cfg.document_mask] = NeedleProbe(reader, windows, TOKENIZER, 16, 4).rows.eq(TOKENIZER.eot).sum(1)
     assert (ends[False] > 1).all() and (ends[True] == 1).all()
     with pytest.raises(ValueError, match="needle_every=0"):  # no question fits
-        NeedleProbe(reader, Windows([Text(TOKENIZER.encode(TEXT))], 60), TOKENIZER, 4, 4)
-
-
-def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
-    mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "model.dropout=0.1")
-    more = ("steps=3", "model.n_layer=1", "monitor.every=0", *mixed)
-    for name, needles in (("with", ("needle_every=2", "needle_samples=8")), ("without", ())):
-        trained(shards, tmp_path / name, *more, *needles)
-    lines, plain = (list(read_json_lines(tmp_path / name / "metrics.jsonl")) for name in ("with", "without"))
-    assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 3]
-    losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))
-    assert losses == expected and len(losses) == 3
-    assert all({"loss_text", "loss_retrieval"} <= line.keys() for line in plain if "loss" in line)
-    run = read_run(tmp_path / "with")
-    assert run.value("train.tokens_to_0.5") is None and run.value("train.val_loss") > 0
+        NeedleProbe(reader, Windows([TextTokens(np.array(TOKENIZER.encode(TEXT)))], 60), TOKENIZER, 4, 4)

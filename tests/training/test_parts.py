@@ -1,6 +1,5 @@
 """Optimizer groups, schedules, checkpoints, metrics; Muon's iteration, which rounds the same on every processor."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import Mixture
+from data.loader import Mixture, Windows
+from data.shards import TextTokens
 from model.attention.gated import GatedConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -61,9 +61,8 @@ def test_schedules_at_known_points() -> None:
             assert lr_factor(step, 110, cfg) == pytest.approx(value), (schedule, step)
     cfg = OptimConfig(schedule="wsd", warmup=16, decay=0.2)
     assert decay_start(20, cfg) == 16
-    for warmup, schedule, reaches in ((16, "wsd", False), (17, "cosine", False), (17, "wsd", True)):  # into the decay
-        with pytest.raises(ValueError, match=r"lower optim\.warmup or optim\.decay") if reaches else nullcontext():
-            check_warmup(20, replace(cfg, warmup=warmup, schedule=schedule))
+    for warmup, schedule in ((16, "wsd"), (17, "cosine")):  # not into the decay (one step more: tests/wrong_inputs)
+        check_warmup(20, replace(cfg, warmup=warmup, schedule=schedule))
     cfg = OptimConfig(name="muon", lr=0.1, muon_lr=0.4, schedule="linear", warmup=1, min_lr=0.0)
     optimizers = build_optimizers(Decoder(config("diff")), cfg)
     assert set_lr(optimizers, 0, 11, cfg) == 0.05  # warm-up, of every group from its peak
@@ -90,8 +89,6 @@ def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())
     folder = save(tmp_path, 1, model, optimizers)
-    with pytest.raises(ValueError, match="another architecture: n_layer"):
-        checkpoint.load(folder, Decoder(config("baseline", n_layer=1)))
     with pytest.raises(ValueError, match="gated.gate"):
         checkpoint.load(folder, Decoder(config("baseline", gated=GatedConfig("elementwise"))))
     longer = config("baseline", context=64, window=8, rope_theta=5e4, attention_dropout=0.1, backend="math")
@@ -99,8 +96,6 @@ def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     assert checkpoint.load(folder, Decoder(longer)) == 1  # what the weights do not depend on may change
     with pytest.raises(ValueError, match="of other parameters: use init_from"):
         checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))
-    with pytest.raises(FileNotFoundError, match="not a run"):
-        checkpoint.load_run(tmp_path)
 
 
 def test_the_dtype_of_a_cpu_is_the_one_that_it_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +135,9 @@ def test_losses_by_kind_are_those_of_the_rows_of_each_source(at_once: int, monke
 
 
 def test_the_validation_loss_is_without_dropout() -> None:
-    class Counted:
-        length = 8
-
-        def __len__(self) -> int:
-            return 9
-
-        def window(self, index: int) -> np.ndarray:
-            return (np.arange(9) + index) % 11
-
     model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
-    values = [monitor.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
+    windows = Windows([TextTokens(np.arange(81) % 11)], 8)
+    values = [monitor.validation_loss(model, windows, 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
     assert values[0] == values[1] and model.training
 
 

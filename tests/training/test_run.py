@@ -56,18 +56,11 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
     assert ending(branch) == ending(alone)
     arguments = train_arguments(shards, branch, *WSD, "steps=5", f"branch_from={trunk}", "resume=true")
     assert "already done" in typed(*arguments).stdout
-    for content in ("steps: [1\n", "model: {}\n"):
-        (branch / "config.yaml").write_text(content)
-        with pytest.raises(ValueError, match="is damaged"):
-            read_run_config(branch)
     (branch / "config.yaml").unlink()
     assert_one_line_error(typed(*arguments), "its config.yaml is missing, copy it back")
 
 
-def test_a_branch_that_cannot_be_is_refused(trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
-    both = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", "steps=5", "init_from=x")
-    assert_one_line_error(typed(*both), "give one of them")
-    assert not (tmp_path / "run").exists()
+def test_a_branch_that_cannot_be_is_refused(trunk: Path) -> None:
     planned = read_run_config(trunk) | {"branch_from": str(trunk), "steps": 5}
     cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), planned))
     for part, name, value, says in (
@@ -121,13 +114,9 @@ def test_what_is_wrong_is_seen_before_any_work(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(World, "largest", lambda world, number: number + 1)
     with pytest.raises(ValueError, match="see different checkpoints: put .* on a file system that they share$"):
         Run(TrainConfig(resume=True, run_dir=str(tmp_path)), None, [], None, None, World(1, 2, torch.device("cpu")))
-    for size, options, says in (
-        (2, {"batch_tokens": 64}, "batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128"),
-        (1, {"run_dir": "."}, "is not a folder for one run alone: use run_dir=runs/NAME"),
-        (1, {"run_dir": ".."}, "is not a folder for one run alone: use run_dir=runs/NAME"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            check_config(TrainConfig(model=DecoderConfig(context=64), **options), World(0, size, torch.device("cpu")))
+    cfg = TrainConfig(model=DecoderConfig(context=64), batch_tokens=64)
+    with pytest.raises(ValueError, match="64 is not a multiple of context 64 x 2 processes: use batch_tokens=128"):
+        check_config(cfg, World(0, 2, torch.device("cpu")))
 
 
 def test_a_resume_may_change_where_a_machine_reads_and_computes_and_nothing_else(trunk: Path, tmp_path: Path) -> None:

@@ -73,8 +73,6 @@ def test_a_run_leaves_what_was_promised(whole: Path, shards: Path, tmp_path: Pat
     tokens[0, 9] = model.cfg.eot
     changed = torch.cat(((tokens[:, :9] + 1) % 256, tokens[:, 9:]), 1)
     torch.testing.assert_close(model(tokens)[:, 9:], model(changed)[:, 9:])
-    warm = trained(shards, tmp_path / "warm", "model=diff", "steps=1", f"init_from={whole}", "optim.lr=0")
-    assert losses(warm)[1] < losses(whole)[5]
 
 
 def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path, shards: Path, tmp_path: Path) -> None:

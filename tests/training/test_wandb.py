@@ -5,17 +5,42 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.files import read_json_lines
 from tests.conftest import run_command, train_arguments
-from tests.wandb_stub import WandbStub
 from training import tracking
 from training.metrics import Metrics
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_notToBeSeenAnywhere"}
+
+
+class WandbStub:
+    """Stands in for the package, sends nothing and remembers what was sent."""
+
+    class Error(Exception):
+        """The base class of wandb's errors."""
+
+    Settings = staticmethod(dict)
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []  # options of every init
+        self.logged: list[Any] = []  # what was logged, and "finished"
+        self.summary: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+
+    def init(self, **options: Any) -> SimpleNamespace:
+        self.started.append(options)
+        return SimpleNamespace(
+            summary=self.summary,
+            config=SimpleNamespace(update=lambda values, allow_val_change: self.config.update(values)),
+            log=self.logged.append,
+            define_metric=lambda *given, **options: None,
+            finish=lambda: self.logged.append("finished"),
+        )
 
 
 def records(folder: Path) -> Iterator[Any]:
