@@ -1,13 +1,15 @@
-"""Training tokens until retrieval appears: survival curves over seeds, and tests of whether arms differ.
+"""Training tokens until runs retrieve or solve a task: survival curves over seeds, and tests of whether arms differ.
 
-    python -m ablation.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
+    python -m ablation.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]     # needle accuracies (needle_every=N)
+    python -m ablation.survival ablation=runs/ablate/mqar losses=[0.05]               # validation losses (eval_every=N)
 
-Reads the runs of an ablation trained with needle_every=N, from their folders or their records. For each arm: the Kaplan-Meier
-estimate (1958) of the share of runs that have not reached a needle accuracy, with Greenwood's 95 % interval on the scale
-log(-log S), and the log-rank test against the first arm of its point, with Holm's correction; the experiment's `pairs` are
-tested in the same way (docs/METHODS.md, 7.12). Writes survival.json, survival.md and figures/survival.png.
+Reads an ablation's runs from their folders or records. For each arm: how many runs arrive, with Wilson's interval; the
+Kaplan-Meier estimate (1958) of the share that has not, with Greenwood's 95 % interval on the scale log(-log S); Fisher's exact
+and the log-rank test against the first arm of its point, with Holm's correction. The experiment's `pairs` are tested in the
+same way (docs/METHODS.md, 7.12). Writes survival.json, survival.md and figures/survival.png.
 """
 
+import itertools
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -27,8 +29,9 @@ from eval.report.statistics import holm
 from eval.report.tables import markdown
 
 ABOUT = (
-    "Tokens: median over runs (95 % interval); a dash: the curve, or this end of its interval, does not fall to one half. p: "
-    "log-rank test, in brackets with Holm's correction; arms against the first arm of their point."
+    "Arrived: with the 95 % interval of the share. Tokens: median over runs (95 % interval); a dash: the curve, or this end of "
+    "its interval, does not fall to one half. p: Fisher's exact test of how many arrive and the log-rank test of when, in "
+    "brackets with Holm's correction; arms against the first arm of their point."
 )
 ENDS = ("share_high", "share_low", "share")  # of runs that have not arrived
 Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
@@ -39,11 +42,13 @@ Row = dict[str, Any]
 class SurvivalConfig(FindingsConfig):
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])  # needle accuracies at which a run arrives
+    losses: list[float] = field(default_factory=list)  # in place of `levels`, validation losses at which a run arrives
 
 
-def arrival(checks: list[dict[str, float]], level: float) -> tuple[int, bool]:
-    """Tokens at the first of a run's needle checks with accuracy `level` or more, else at the last; and whether it arrived."""
-    tokens = next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
+def arrival(checks: list[dict[str, float]], level: float, key: str = "needle_acc") -> tuple[int, bool]:
+    """Tokens at a run's first check with accuracy `level` or more (val_loss: or less), else at the last; if it arrived."""
+    reached = (line["tokens"] for line in checks if (line[key] <= level if key == "val_loss" else line[key] >= level))
+    tokens = next(reached, None)
     return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
 
 
@@ -53,7 +58,9 @@ def kaplan_meier(runs: Arrivals) -> Row:
     Where the last run arrives, the upper bound stays. median, low, high: the times at which they cross one half.
     """
     arrived = [time for time, seen in runs if seen]
-    row = {"n": len(runs), "arrived": len(arrived), "times": [], "share": [], "share_low": [], "share_high": []}
+    wilson = stats.binomtest(len(arrived), len(runs)).proportion_ci(method="wilson")  # Wilson 1927
+    row = {"n": len(runs), "arrived": len(arrived), "arrived_low": float(wilson.low), "arrived_high": float(wilson.high)}
+    row |= {"times": [], "share": [], "share_low": [], "share_high": []}
     if not arrived:
         return row | {"median": None, "low": None, "high": None}
     survival = stats.ecdf(_censored(runs)).sf
@@ -85,53 +92,67 @@ def log_rank(runs: Arrivals, others: Arrivals) -> Row:
     return {"chi_square": float(test.statistic**2), "p": float(test.pvalue)}
 
 
-def compare(arms: list[Row], checks: dict[str, list], level: float, pairs: dict[str, list[str]]) -> tuple[list[Row], list[Row]]:
-    """Each arm's curve with its test against the reference, and the test of each pair; checks: by the runs' names."""
+def fisher(runs: Arrivals, others: Arrivals) -> Row:
+    """p of Fisher's exact test (1935) of how many runs of two groups arrive."""
+    counts = [[sum(seen == want for _, seen in group) for want in (True, False)] for group in (runs, others)]
+    return {"p_fisher": float(stats.fisher_exact(counts).pvalue)}
+
+
+def compare(
+    arms: list[Row], checks: dict[str, list], key: str, level: float, pairs: dict[str, list[str]]
+) -> tuple[list[Row], list[Row]]:
+    """Each arm's curve with its tests against the reference, and the tests of each pair; checks: by the runs' names."""
     arms = [arm for arm in arms if arm["runs"]]
-    arrivals = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
+    arrivals = {arm["name"]: [arrival(checks[run["run"]], level, key) for run in arm["runs"]] for arm in arms}
     rows = []
     for arm in arms:
         until = max(checks[run["run"]][-1]["tokens"] for run in arm["runs"])  # beyond it the arm's curve is unknown
         about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"], "until": until}
         rows.append(about | kaplan_meier(arrivals[arm["name"]]))
         if arm["reference"] in arrivals:
-            rows[-1] |= log_rank(arrivals[arm["name"]], arrivals[arm["reference"]])
+            both = arrivals[arm["name"]], arrivals[arm["reference"]]
+            rows[-1] |= log_rank(*both) | fisher(*both)
     by_point = {(arm["arm"], arm["point"]): arrivals[arm["name"]] for arm in arms}
     tests = [
-        {"part": part, "arm": arm, "other": other, "point": point, **log_rank(by_point[arm, point], by_point[other, point])}
+        {"part": part, "arm": arm, "other": other, "point": point, **log_rank(*both), **fisher(*both)}
         for part, (arm, other) in pairs.items()
         for name, point in by_point
         if name == arm and (other, point) in by_point
+        for both in [(by_point[arm, point], by_point[other, point])]
     ]
-    for family in ([row for row in rows if "p" in row], tests):
-        for row, p in zip(family, holm([row["p"] for row in family]), strict=True):
-            row["p_holm"] = p
+    for family, test in itertools.product(([row for row in rows if "p" in row], tests), ("p", "p_fisher")):
+        for row, p in zip(family, holm([row[test] for row in family]), strict=True):
+            row[f"{test}_holm"] = p
     return rows, tests
 
 
-def table(name: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) -> str:
-    """The arms, and below them the pairs, as Markdown."""
-    heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", "p at")]
-    arms = [["arm", "n", *heads]]
+def table(name: str, what: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) -> str:
+    """The arms, and below them the pairs, as Markdown. what: is reached."""
+    tested = ("p, arrived at", "p, tokens to")
+    heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", *tested)]
+    arms = [["arm", *heads]]
     for rows in zip(*levels.values(), strict=True):
-        cells = [cell for row in rows for cell in (f"{row['arrived']} of {row['n']}", _half(row), _p(row))]
-        arms.append([rows[0]["arm"], str(rows[0]["n"]), *cells])
-    tests = [["pair", "point", *(f"p at {level}" for level in pairs)]]
+        arms.append([rows[0]["arm"], *(cell for row in rows for cell in (_share(row), _half(row), *_p(row)))])
+    tests = [["pair", "point", *(f"{head} {level}" for level in pairs for head in tested)]]
     for rows in zip(*pairs.values(), strict=True):
-        tests.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *map(_p, rows)])
+        tests.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *(p for row in rows for p in _p(row))])
     tables = markdown(arms) + ("\n" + markdown(tests) if len(tests) > 1 else "")
-    return f"**{name}: training tokens to a needle accuracy**\n\n{tables}\n{ABOUT}\n"
+    return f"**{name}: training tokens to a {what}**\n\n{tables}\n{ABOUT}\n"
+
+
+def _share(row: Row) -> str:
+    return f"{row['arrived']} of {row['n']} ({row['arrived_low']:.2f} to {row['arrived_high']:.2f})"
 
 
 def _half(row: Row) -> str:
     return "{} ({} to {})".format(*("-" if row[end] is None else f"{row[end] / 1e6:.2f}" for end in ("median", "low", "high")))
 
 
-def _p(row: Row) -> str:
-    return f"{row['p']:.3g} ({row['p_holm']:.3g})" if "p" in row else ""
+def _p(row: Row) -> list[str]:
+    return [f"{row[test]:.3g} ({row[f'{test}_holm']:.3g})" if test in row else "" for test in ("p_fisher", "p")]
 
 
-def draw(path: Path, levels: dict[str, list[Row]], shades: dict[str, str]) -> None:
+def draw(path: Path, what: str, levels: dict[str, list[Row]], shades: dict[str, str]) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
@@ -143,7 +164,7 @@ def draw(path: Path, levels: dict[str, list[Row]], shades: dict[str, str]) -> No
                 shade, label = shades[row["arm"]], row["arm"].removesuffix(f"-{row['point']}")
                 ax.step(x, y, where="post", color=shade, label=label, linewidth=1.6)
                 ax.fill_between(x, low, high, step="post", color=shade, alpha=0.08, linewidth=0)
-                title = f"accuracy {level}" + (f" · {row['point']}" if row["point"] else "")
+                title = f"{what} {level}" + (f" · {row['point']}" if row["point"] else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -154,18 +175,20 @@ def main(cfg: SurvivalConfig) -> None:
     folder = Path(cfg.ablation)
     study = ablation_in(folder)
     arms = study["results"]["arms"]
-    if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
+    if not cfg.losses and (not cfg.levels or not all(0 < level <= 1 for level in cfg.levels)):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
     records, checks = records_of(folder, Path(cfg.records) / folder.name), {}
+    key, kept, what = ("val_loss", "val", "validation loss") if cfg.losses else ("needle_acc", "needle", "needle accuracy")
     for name in [run["run"] for arm in arms for run in arm["runs"]]:
-        lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if "needle_acc" in line]
-        checks[name] = lines or records.get(name, {}).get("needle", [])
+        lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if key in line]
+        checks[name] = lines or records.get(name, {}).get(kept, [])
         if not checks[name]:
-            raise ValueError(f"{name} has no needle checks: train with needle_every=10, or give records= of the runs")
-    both = {f"{level:g}": compare(arms, checks, level, study["config"].get("pairs", {})) for level in cfg.levels}
+            raise ValueError(f"{name} has no {key}: train with needle_every=10 or eval_every=10, or give records= of the runs")
+    tested = study["config"].get("pairs", {})
+    both = {f"{level:g}": compare(arms, checks, key, level, tested) for level in cfg.losses or cfg.levels}
     levels, pairs = ({level: parts[i] for level, parts in both.items()} for i in (0, 1))
-    text, shades = table(folder.name, levels, pairs), colours_of(arms)
-    write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, levels, shades))
+    text, shades = table(folder.name, what, levels, pairs), colours_of(arms)
+    write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, what, levels, shades))
 
 
 if __name__ == "__main__":

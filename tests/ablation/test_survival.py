@@ -9,7 +9,7 @@ import pytest
 
 from ablation import survival
 from ablation.records import PUBLISHED, write_records
-from ablation.survival import arrival, kaplan_meier, log_rank
+from ablation.survival import arrival, fisher, kaplan_meier, log_rank
 from configs.files import read_json_lines
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
@@ -30,6 +30,12 @@ def test_kaplan_meier_by_hand_log_rank_and_arrival() -> None:
     assert log_rank([(5, False)], [(6, False)]) == {"chi_square": 0.0, "p": 1.0}
     test = log_rank(MP, PLACEBO)  # of the textbook
     assert test["chi_square"] == pytest.approx(16.79, abs=0.005) and test["p"] == pytest.approx(4.17e-5, rel=0.01)
+    # Wilson by hand for 3 of 5 (z^2 = 3.8415), and the tea tasting: 3 of 4 against 1 of 4, p = (16 + 1) * 2 / 70
+    assert (curve["arrived_low"], curve["arrived_high"]) == (pytest.approx(0.2307, abs=1e-4), pytest.approx(0.8824, abs=1e-4))
+    tea = [[(1, cup < right) for cup in range(4)] for right in (3, 1)]
+    assert fisher(*tea) == {"p_fisher": pytest.approx(34 / 70)}
+    losses = [{"tokens": 100 * i, "val_loss": loss} for i, loss in enumerate([2.0, 0.3, 0.04, 0.06])]
+    assert [arrival(losses, level, "val_loss") for level in (0.05, 0.01)] == [(200, True), (300, False)]
     lines = [{"tokens": 100 * i, "needle_acc": share} for i, share in enumerate([0, 0.2, 0.5, 0.4, 0.95])]
     assert [arrival(lines, level) for level in (0.5, 0.9, 0.99)] == [(200, True), (400, True), (400, False)]
     # Greenwood by hand at time 2: 1/(5*4) + 1/(4*3) = 2/15; on the log-log scale
@@ -64,7 +70,7 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     assert (pair["part"], pair["p"], pair["p_holm"]) == ("subtraction", second["p"], second["p"])
     assert (first["until"], second["until"]) == (900, 700)  # each curve ends at its own arm's last check
     shown = (tmp_path / "survival.md").read_text()
-    assert "| baseline | 3 | 3 of 3 | 0.00 (0.00 to -) |" in shown and "| sooner, baseline |" in shown
+    assert "| baseline | 3 of 3 (0.44 to 1.00) | 0.00 (0.00 to -) |" in shown and "| sooner, baseline |" in shown
     assert (tmp_path / "figures" / "survival.png").is_file() and content["eval"] == "survival" and content["machine"]
 
     # The same from records alone, as docs/results keeps them
@@ -73,7 +79,7 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
         lines = read_json_lines(tmp_path / run / "metrics.jsonl")
         records.append({"run": run, "train": [], "val": [], "needle": [line for line in lines if "needle_acc" in line]})
         (tmp_path / run / "metrics.jsonl").unlink()
-    assert "has no needle checks" in refused(survival, f"ablation={tmp_path}")
+    assert "has no needle_acc: train with" in refused(survival, f"ablation={tmp_path}")
     write_records(kept / PUBLISHED, records)
     call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}", f"out={tmp_path / 'out'}")
     assert json.loads((tmp_path / "out" / "survival.json").read_text())["results"] == content["results"]
