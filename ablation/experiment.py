@@ -109,7 +109,7 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
     ):
         if unknown := [name for name in names if name is not None and name not in known]:
             raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
-    if len(set(cfg.plane.values())) not in (0, 2) or len(cfg.plane) > 2:
+    if len(cfg.plane) not in (0, 2) or len(set(cfg.plane.values())) < len(cfg.plane):
         raise ValueError(f"plane={cfg.plane} is not two metrics with two titles: name the two whose differences it shows")
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:

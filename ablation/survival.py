@@ -92,10 +92,10 @@ def log_rank(runs: Arrivals, others: Arrivals) -> Row:
     return {"chi_square": float(test.statistic**2), "p": float(test.pvalue)}
 
 
-def fisher(runs: Arrivals, others: Arrivals) -> Row:
-    """p of Fisher's exact test (1935) of how many runs of two groups arrive."""
+def two_tests(runs: Arrivals, others: Arrivals) -> Row:
+    """Of two groups: the log-rank test of when runs arrive, and p of Fisher's exact test (1935) of how many do."""
     counts = [[sum(seen == want for _, seen in group) for want in (True, False)] for group in (runs, others)]
-    return {"p_fisher": float(stats.fisher_exact(counts).pvalue)}
+    return log_rank(runs, others) | {"p_fisher": float(stats.fisher_exact(counts).pvalue)}
 
 
 def compare(
@@ -110,33 +110,31 @@ def compare(
         about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"], "until": until}
         rows.append(about | kaplan_meier(arrivals[arm["name"]]))
         if arm["reference"] in arrivals:
-            both = arrivals[arm["name"]], arrivals[arm["reference"]]
-            rows[-1] |= log_rank(*both) | fisher(*both)
+            rows[-1] |= two_tests(arrivals[arm["name"]], arrivals[arm["reference"]])
     by_point = {(arm["arm"], arm["point"]): arrivals[arm["name"]] for arm in arms}
-    tests = [
-        {"part": part, "arm": arm, "other": other, "point": point, **log_rank(*both), **fisher(*both)}
+    parts = [
+        {"part": part, "arm": arm, "other": other, "point": point, **two_tests(by_point[arm, point], by_point[other, point])}
         for part, (arm, other) in pairs.items()
         for name, point in by_point
         if name == arm and (other, point) in by_point
-        for both in [(by_point[arm, point], by_point[other, point])]
     ]
-    for family, test in itertools.product(([row for row in rows if "p" in row], tests), ("p", "p_fisher")):
+    for family, test in itertools.product(([row for row in rows if "p" in row], parts), ("p", "p_fisher")):
         for row, p in zip(family, holm([row[test] for row in family]), strict=True):
             row[f"{test}_holm"] = p
-    return rows, tests
+    return rows, parts
 
 
 def table(name: str, what: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) -> str:
-    """The arms, and below them the pairs, as Markdown. what: is reached."""
+    """The arms, and below them the pairs, as Markdown. what: the measure that a run must reach."""
     tested = ("p, arrived at", "p, tokens to")
     heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", *tested)]
     arms = [["arm", *heads]]
     for rows in zip(*levels.values(), strict=True):
         arms.append([rows[0]["arm"], *(cell for row in rows for cell in (_share(row), _half(row), *_p(row)))])
-    tests = [["pair", "point", *(f"{head} {level}" for level in pairs for head in tested)]]
+    parts = [["pair", "point", *(f"{head} {level}" for level in pairs for head in tested)]]
     for rows in zip(*pairs.values(), strict=True):
-        tests.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *(p for row in rows for p in _p(row))])
-    tables = markdown(arms) + ("\n" + markdown(tests) if len(tests) > 1 else "")
+        parts.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *(p for row in rows for p in _p(row))])
+    tables = markdown(arms) + ("\n" + markdown(parts) if len(parts) > 1 else "")
     return f"**{name}: training tokens to a {what}**\n\n{tables}\n{ABOUT}\n"
 
 
@@ -184,9 +182,9 @@ def main(cfg: SurvivalConfig) -> None:
         checks[name] = lines or records.get(name, {}).get(kept, [])
         if not checks[name]:
             raise ValueError(f"{name} has no {key}: train with needle_every=10 or eval_every=10, or give records= of the runs")
-    tested = study["config"].get("pairs", {})
-    both = {f"{level:g}": compare(arms, checks, key, level, tested) for level in cfg.losses or cfg.levels}
-    levels, pairs = ({level: parts[i] for level, parts in both.items()} for i in (0, 1))
+    named = study["config"].get("pairs", {})
+    both = {f"{level:g}": compare(arms, checks, key, level, named) for level in cfg.losses or cfg.levels}
+    levels, pairs = ({level: rows[i] for level, rows in both.items()} for i in (0, 1))
     text, shades = table(folder.name, what, levels, pairs), colours_of(arms)
     write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, what, levels, shades))
 

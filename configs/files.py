@@ -1,4 +1,4 @@
-"""Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
+"""Files and output for the whole project: atomic writes, JSON, JSON lines, one writer per folder, and printed text."""
 
 import errno
 import fcntl

@@ -103,11 +103,13 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
 def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
     """Give `cfg` the model of the run `init_from`, except the fields in `overrides`; do nothing if these choose a model."""
     named = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    folders = [Path(folder) for folder in (cfg.init_from, cfg.run_dir if cfg.resume else None) if folder]
-    folder = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)  # the source may be gone
-    if not cfg.init_from or {"model", "size", "experiment"} & named or not folder:
+    if not cfg.init_from or {"model", "size", "experiment"} & named:
         return
-    source = decoder_config(read_run_config(folder)["model"])
+    runs = [cfg.init_from, cfg.run_dir] if cfg.resume and cfg.run_dir else [cfg.init_from]  # a resumed run's source may be gone
+    known = next((run for run in map(Path, runs) if (run / "config.yaml").is_file()), None)
+    if known is None:
+        return
+    source = decoder_config(read_run_config(known)["model"])
     for key in {"model.backend"} | {key for key in named if key.startswith("model.")}:
         *groups, field_name = key.split(".")[1:]
         place, ours = source, cfg.model

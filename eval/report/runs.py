@@ -20,7 +20,7 @@ from eval.report.statistics import spikes
 from training.run import deciding
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-NO_MATTER = ("device", "batch", "name", "training_counts", "ngram", "orders")  # ngram was always 2, orders is gone
+NO_MATTER = ("device", "batch", "name", "training_counts", "ngram", "orders")  # change no number; the last two: of old runs
 # Counts and digests in results. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "text_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
@@ -256,10 +256,10 @@ def refuse_other_shards(runs: list[Run]) -> None:
 
 def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
-    config = evaluation.get("config", {})
-    given = {key: value for key, value in config.items() if key not in ("run", "out") and value is not None}
+    given = {key: value for key, value in evaluation.get("config", {}).items() if value is not None}
+    given |= {key: Path(given[key]).name for key in (*INPUTS, "include_path") if key in given}
     given |= {key: sorted(given[key]) for key in ("tasks",) if key in given}
-    return given | {key: Path(given[key]).name for key in (*INPUTS, "include_path") if key in given}
+    return {key: value for key, value in given.items() if key not in ("run", "out")}
 
 
 def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from ablation import survival
 from ablation.records import PUBLISHED, write_records
-from ablation.survival import arrival, fisher, kaplan_meier, log_rank
+from ablation.survival import arrival, kaplan_meier, log_rank, two_tests
 from configs.files import read_json_lines
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
@@ -33,7 +33,7 @@ def test_kaplan_meier_by_hand_log_rank_and_arrival() -> None:
     # Wilson by hand for 3 of 5 (z^2 = 3.8415), and the tea tasting: 3 of 4 against 1 of 4, p = (16 + 1) * 2 / 70
     assert (curve["arrived_low"], curve["arrived_high"]) == (pytest.approx(0.2307, abs=1e-4), pytest.approx(0.8824, abs=1e-4))
     tea = [[(1, cup < right) for cup in range(4)] for right in (3, 1)]
-    assert fisher(*tea) == {"p_fisher": pytest.approx(34 / 70)}
+    assert two_tests(*tea)["p_fisher"] == pytest.approx(34 / 70)
     losses = [{"tokens": 100 * i, "val_loss": loss} for i, loss in enumerate([2.0, 0.3, 0.04, 0.06])]
     assert [arrival(losses, level, "val_loss") for level in (0.05, 0.01)] == [(200, True), (300, False)]
     lines = [{"tokens": 100 * i, "needle_acc": share} for i, share in enumerate([0, 0.2, 0.5, 0.4, 0.95])]
