@@ -17,7 +17,7 @@ from data.stream import open_tokenizer
 from eval.common import variant
 from eval.overlap import overlaps
 from eval.report.runs import Arm, give_colours
-from eval.texts import Texts, prepared
+from eval.texts import Texts
 from training.checkpoint import checkpoints
 from training.optim import decay_start
 from training.run import TrainConfig, fill_model
@@ -39,13 +39,14 @@ class Study:
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
         self.seeds = experiment.seed_list(cfg.seeds)
-        self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = experiment.evaluation_list(cfg)
         experiment.refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
-        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())  # for data of another machine
+        known = [] if cfg.run else self.records.values()  # a table of records does not need the data that they were made of
+        self.recorded = recorded_vocabulary(known)
+        self.texts = Texts({record["facts"].get("text_digest") for record in known} - {None})
         self.arms = experiment.arm_list(cfg)
         self._configs: dict[str, TrainConfig] = {}  # by name of the arm
         self._trial_configs: dict[str, TrainConfig] = {}
@@ -64,7 +65,7 @@ class Study:
             config = train_config(overrides)
             if config.init_from and not Path(config.init_from).is_dir():  # on another machine
                 config.model = recorded_start(config.init_from, self.records.values()) or config.model
-            known = self.recorded and not prepared(config.data)
+            known = self.recorded and not self.texts.here(config.data)
             config.model = fill_model(config.model, self.recorded if known else open_tokenizer(config.data))
             return config
         except USER_ERRORS as error:
@@ -85,9 +86,9 @@ class Study:
 
     @property
     def data(self) -> DataConfig | None:
-        """The data of the first arm; None where they are not prepared on this machine."""
+        """The data of the first arm; None where they are not on this machine."""
         data = self._configs[self.arms[0].name].data
-        return data if prepared(data) else None
+        return data if self.texts.here(data) else None
 
     def overlaps(self) -> dict[str, float] | None:
         """Test text -> the share of it that occurs in the training text of the first arm; None without that text."""
@@ -192,9 +193,8 @@ class Study:
             return {"checkpoint.at": sorted(at)}
         folder = self.folder / f"{trunk}-s{seed}"
         recorded = folder.name in self.records and not checkpoints(folder)
-        if recorded or trunk_ended_early(folder, points[arm.name]):
-            return {}  # without a trunk the run is trained as a whole
-        return {"branch_from": str(folder)}
+        whole = recorded or trunk_ended_early(folder, points[arm.name])  # without a trunk the run is trained as a whole
+        return {} if whole else {"branch_from": str(folder)}
 
     def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
@@ -231,9 +231,8 @@ class Study:
             return
         known = [*(trial for search in searches for trial in search.runs), *runs]
         finished = [run for run in known if not run.left() and not run.config.branch_from and not run.diverged][-20:]
-        seconds = [(run.work, run.measured().value("train.seconds")) for run in finished]
         time, peak = "their time is not known before the first is finished", self.cfg.tier.peak_flops
-        if speeds := [flops / second for flops, second in seconds if second]:
+        if speeds := [run.work / seconds for run in finished if (seconds := run.measured().value("train.seconds"))]:
             time = f"about {sum(work) / median(speeds) / 60:.0f} minutes, one at a time, as measured in {len(speeds)} runs"
         elif peak:
             time = f"{sum(work) / peak / 3600 / 0.4:.1f} h at 40 % MFU of {peak / 1e12:.0f} TFLOP/s (tier.peak_flops)"

@@ -14,7 +14,7 @@ from data.stream import text_digest
 from eval import perplexity, texts
 from eval.overlap import overlaps
 from eval.report.runs import read_run, read_runs
-from eval.texts import Texts, prepared
+from eval.texts import Texts
 from model.config import DecoderConfig
 from tests.eval.conftest import TEXT, edit
 from training.run import TrainConfig
@@ -97,6 +97,7 @@ def test_a_study_refuses_a_run_or_a_record_of_other_shards(make_run, shards, rea
     with pytest.raises(ValueError, match=rf"{folder} was trained on other shards than those in {shards} .*name=OTHER"):
         run.take_over(record)
     planned(folder, Path("nowhere"), read[0]).take_over(record)  # the shards are not on this machine
+    planned(folder, shards, read[0], Texts({"f00"})).take_over(record)  # or others are, and a table of records is made
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ValueError, match="a-s1 was trained on other shards .*records=none"):
         run.take_over(record)
@@ -116,11 +117,11 @@ def test_runs_of_different_shards_are_not_reported_together(make_run) -> None:
 def test_shards_of_another_project_are_data_of_this_machine(shards: Path, tmp_path: Path) -> None:
     """They have no tokenizer.json. A study looks for its test texts in them, too."""
     data = DataConfig("foreign", "nanogpt", dir=str(tmp_path / "foreign"), tokenizer=TokenizerConfig("bytes"))
-    assert not prepared(data)
+    assert not Texts().here(data)
     (tmp_path / "foreign").mkdir()
-    assert not prepared(data)
+    assert not Texts().here(data)
     (shards / "val_000000.bin").rename(tmp_path / "foreign" / "val.bin")
-    assert prepared(data)
+    assert Texts().here(data)
     (tmp_path / "foreign" / "val.bin").rename(tmp_path / "foreign" / "x_train_0.bin")
     (tmp_path / "test.txt").write_text(TEXT * 20)
     assert overlaps(data, {"test": str(tmp_path / "test.txt")}, tmp_path / "kept.json") == {"test": 1.0}
