@@ -7,7 +7,7 @@ from typing import Any
 
 from ablation import experiment, tuning
 from ablation.experiment import AblateConfig
-from ablation.records import TRIAL, recorded_start, recorded_vocabulary, records_of
+from ablation.records import TRIAL, recorded_model, recorded_start, records_of
 from ablation.study import PlannedRun, describe_model, train_config, training_flops, trunk_ended_early, with_values
 from ablation.tuning import Point, Tuned
 from configs import USER_ERRORS, explain
@@ -45,7 +45,7 @@ class Study:
         experiment.refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
         known = [] if cfg.run else self.records.values()  # a table of records does not need the data that they were made of
-        self.recorded = recorded_vocabulary(known)
+        self.recorded = recorded_model(known)
         self.texts = Texts({record["facts"].get("text_digest") for record in known} - {None})
         self.arms = experiment.arm_list(cfg)
         self._configs: dict[str, TrainConfig] = {}  # by name of the arm

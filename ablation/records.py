@@ -17,7 +17,7 @@ from configs.files import flatten, json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, settings_of
 from model.config import DecoderConfig, decoder_config
 from training.monitor import last_lambdas
-from training.run import TrainConfig, Vocabulary, deciding
+from training.run import TrainConfig, deciding
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -75,10 +75,9 @@ def describes(record: Record, config: TrainConfig) -> bool:
     return same and differing(recorded_config(record)) == differing(asdict(config))
 
 
-def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
-    """The vocabulary of the first record's model; None without records."""
-    models = (recorded_config(record)["model"] for record in records)
-    return next((Vocabulary(model["vocab_size"], model["eot"]) for model in models), None)
+def recorded_model(records: Iterable[Record]) -> DecoderConfig | None:
+    """The first record's model; None without records."""
+    return next((decoder_config(recorded_config(record)["model"]) for record in records), None)
 
 
 def recorded_start(init_from: str, records: Iterable[Record]) -> DecoderConfig | None:

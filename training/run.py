@@ -119,16 +119,10 @@ def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
     cfg.model = source
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What a model's configuration takes from a tokenizer."""
-
-    vocab_size: int
-    eot: int | None = None
-
-
-def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with heads, matched FFN width, the tokenizer's vocabulary size and end of text. ValueError: too small a size."""
+def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | DecoderConfig) -> DecoderConfig:
+    """`cfg` with heads, matched FFN width, and vocabulary size and end of text of the tokenizer, or of a model that was trained
+    with it. ValueError: too small a size.
+    """
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.vocab_size} is below the tokenizer's {tokenizer.vocab_size}"
