@@ -123,13 +123,10 @@ class Mixture:
 def _pattern(weights: Sequence[int]) -> tuple[list[int], list[int]]:
     """For each of 100 slots: the source (the one furthest behind its share), and how many slots it has had before."""
     assert sum(weights) == 100, weights
-    turn, before, taken = [], [], [0] * len(weights)
+    turn: list[int] = []
     for slot in range(100):
-        which = max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * taken[i], -i))
-        turn.append(which)
-        before.append(taken[which])
-        taken[which] += 1
-    return turn, before
+        turn.append(max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * turn.count(i), -i)))
+    return turn, [turn[:slot].count(which) for slot, which in enumerate(turn)]
 
 
 class Loader:
