@@ -88,13 +88,9 @@ class Facts:
         if count > len(self.keys):
             raise ValueError(f"{count} needles are more than the {len(self.keys)} cities: use at most that many")
         chosen = rng.choice(len(self.keys), count, replace=False)
-        numbers = draw_numbers(rng, self.split, self.digits, count)
-        facts = []
-        for i, number in zip(chosen, numbers, strict=True):
-            # A space that is a token by itself belongs to the question, so it ends the prompt.
-            space, value = spell(self.tokenizer, f"{number}.")
-            facts.append(Fact(self.keys[i] + space, value))
-        return facts
+        spelled = [spell(self.tokenizer, f"{number}.") for number in draw_numbers(rng, self.split, self.digits, count)]
+        # A space that is a token by itself belongs to the question, so it ends the prompt.
+        return [Fact(self.keys[i] + space, value) for i, (space, value) in zip(chosen, spelled, strict=True)]
 
 
 class RetrievalSource:
