@@ -4,7 +4,8 @@ import hashlib
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,14 +110,11 @@ def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
     known = next((run for run in map(Path, runs) if (run / "config.yaml").is_file()), None)
     if known is None:
         return
-    source = decoder_config(read_run_config(known)["model"])
+    taken = replace(cfg, model=decoder_config(read_run_config(known)["model"]))
     for key in {"model.backend"} | {key for key in named if key.startswith("model.")}:
-        *groups, field_name = key.split(".")[1:]
-        place, ours = source, cfg.model
-        for group in groups:
-            place, ours = getattr(place, group), getattr(ours, group)
-        setattr(place, field_name, getattr(ours, field_name))
-    cfg.model = source
+        group, _, option = key.rpartition(".")
+        setattr(attrgetter(group)(taken), option, attrgetter(key)(cfg))
+    cfg.model = taken.model
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | DecoderConfig) -> DecoderConfig:
