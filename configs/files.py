@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-LOCK = ".lock"  # the file of a FolderLock
+LOCK = ".lock"  # the file of lock_folder
 FULL = "free some space and repeat the command"
 FIXES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EIO: "the disk has failed there, copy the file to another one"}
 # A list of numbers in indented JSON. A string cannot match, because it has no line break.
@@ -159,21 +159,19 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-class FolderLock:
-    """The right of one process to write into a folder, for `what`; on a file system without locks, all processes get it."""
-
-    def __init__(self, folder: Path, what: str) -> None:
-        self._file = (folder / LOCK).open("a")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ValueError(f"{folder} is in use: another process {what}: wait until it ends, or stop it") from None
-        except OSError:
-            pass
-
-    def release(self) -> None:
-        self._file.close()
+def lock_folder(folder: Path, what: str) -> IO[str]:
+    """The right of one process to write into a folder, for `what`, until it closes this file or ends; on a file system without
+    locks, all processes get it.
+    """
+    file = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{folder} is in use: another process {what}: wait until it ends, or stop it") from None
+    except OSError:
+        pass
+    return file
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
+from configs.files import LOCK, lock_folder, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
 from data.holdout import Document, measure
 from data.shards import AGAIN, META, PROGRESS, Shard, open_split, read_meta, token_dtype, write_shard
@@ -131,7 +131,7 @@ class Preparation:
         self.tokenizer: Tokenizer | None = None
         self._resume()
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = FolderLock(folder, "prepares it")
+        self.lock = lock_folder(folder, "prepares it")
         remove_leftovers(folder)
 
     def run(self, corpus: Corpus) -> dict:
@@ -150,7 +150,7 @@ class Preparation:
             return self._finish()
         finally:
             pool.shutdown(cancel_futures=True)
-            self.lock.release()
+            self.lock.close()
             if not self._finished():  # an error before the first shard leaves no folder
                 for name in (PROGRESS, TOKENIZER, LOCK):
                     (self.folder / name).unlink(missing_ok=True)

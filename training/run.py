@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from configs.composing import in_sweep, swept_keys
-from configs.files import FolderLock, flatten, read_run_config, remove_leftovers, write_atomic
+from configs.files import flatten, lock_folder, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.stream import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer, text_digest
@@ -266,9 +266,9 @@ def write_config(cfg: TrainConfig, run_dir: Path) -> None:
     write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
 
-def lock_run(run_dir: Path) -> FolderLock:
+def lock_run(run_dir: Path) -> IO[str]:
     """Lock `run_dir` for training, and remove what a killed run left half-written there."""
-    lock = FolderLock(run_dir, "trains in it")
+    lock = lock_folder(run_dir, "trains in it")
     for folder in (run_dir, run_dir / "checkpoints"):
         remove_leftovers(folder)
     return lock

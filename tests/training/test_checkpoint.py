@@ -221,7 +221,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training_and_a_li
     old.rename(tmp_path / "elsewhere")
     old.symlink_to(tmp_path / "elsewhere")
     (run / "checkpoints" / ".step_00000000.old.part").symlink_to(tmp_path / "elsewhere")  # of an earlier version
-    lock_run(run).release()
+    lock_run(run).close()
     one = writer(run)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.shutil, "rmtree", held)
