@@ -265,7 +265,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
     return tokenizer
 
 
-def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) -> Tokenizer:
+def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer `cfg` asks for; `bpe` is trained on `texts` and depends on nothing else."""
     if cfg.special and cfg.name != "hf":
         raise ValueError(f"data.tokenizer.special is for data.tokenizer.name=hf alone, not {cfg.name}: leave it false")
@@ -275,8 +275,6 @@ def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) ->
         if cfg.vocab_size is not None:
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
         return read_tokenizer(cfg.path, cfg.special) if cfg.path else Tokenizer(_encoding(cfg.name))
-    if texts is None:
-        raise ValueError("a bpe tokenizer is trained on text: give data=text path=FILE, or another data.tokenizer.name")
     return Tokenizer(_bpe_encoding(_train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))
 
 
