@@ -228,8 +228,6 @@ def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, tor
 
 def not_finite(tensors: Tensors) -> str | None:
     """The name of a tensor with a NaN or an infinity in it on any process, or None. All processes must call it together."""
-    if not tensors:
-        return None
     finite = torch.stack([local(t).isfinite().all() for t in tensors.values()]).int()  # the host waits for the device once
     if dist.is_initialized():
         dist.all_reduce(finite, dist.ReduceOp.MIN)
