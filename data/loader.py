@@ -137,8 +137,7 @@ class Loader:
     def __init__(
         self, source: Source, batch: int, seed: int, rank: int = 0, world: int = 1, micro_batch: int | None = None
     ) -> None:
-        if batch < 1 or batch % world:
-            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change either number")
+        assert batch % world == 0
         self.source, self.batch, self.seed, self.rank = source, batch, seed, rank
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank
