@@ -255,7 +255,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
         if name == "hf":
             tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path, content.get("special", False))
         elif name == "bpe":
-            tokenizer = Tokenizer(_bpe_encoding([base64.b64decode(token) for token in content["tokens"]], content["pattern"]))
+            tokenizer = Tokenizer(_encoding_of("bpe", list(map(base64.b64decode, content["tokens"])), content["pattern"]))
         else:
             tokenizer = Tokenizer(_encoding(name))
     except KeyError as error:
@@ -275,13 +275,12 @@ def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenize
         if cfg.vocab_size is not None:
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
         return read_tokenizer(cfg.path, cfg.special) if cfg.path else Tokenizer(_encoding(cfg.name))
-    return Tokenizer(_bpe_encoding(_train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))
+    return Tokenizer(_encoding_of("bpe", _train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))
 
 
 def _encoding(name: str) -> tiktoken.Encoding:
     if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
+        return _encoding_of("bytes", [bytes([i]) for i in range(256)], BYTES_PATTERN)
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}")
@@ -295,15 +294,15 @@ def _encoding(name: str) -> tiktoken.Encoding:
         raise ValueError(f"{wrong}: {fix}") from None
 
 
-def _bpe_encoding(tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
+def _encoding_of(name: str, tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
     ranks = {piece: rank for rank, piece in enumerate(tokens)}
-    return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(tokens)})
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(tokens)})
 
 
 def tokenizer_of_words(words: Sequence[str]) -> Tokenizer:
     """A tokenizer that knows these words alone: word i is token i, end-of-text comes last. It is saved as a bpe is."""
     pattern = "|".join(rf"{re.escape(word)}\b" for word in words)
-    return Tokenizer(_bpe_encoding([word.encode() for word in words], pattern))
+    return Tokenizer(_encoding_of("bpe", [word.encode() for word in words], pattern))
 
 
 def _fingerprint(encoding: tiktoken.Encoding) -> str:
