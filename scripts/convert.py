@@ -23,8 +23,7 @@ import yaml
 from omegaconf import MISSING
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train  # noqa: F401  # registers its schema
 from ablation.study import train_config
