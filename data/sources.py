@@ -311,8 +311,7 @@ def _stdlib_texts() -> list[str]:
     seen: set[str] = set()
     for path in paths:
         source = path.read_bytes()
-        topics = path.parent.name == "pydoc_data"
-        texts += _topics(source) if topics else [_docstrings(source, root, path, seen)]
+        texts += _topics(source) if path.parent.name == "pydoc_data" else [_docstrings(source, root, path, seen)]
     return texts
 
 
