@@ -188,9 +188,8 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
     }
     default = flatten(asdict(train_config(overrides_of(values))))
     read = ("data.dir", "data.tokenizer.", "data.retrieval.", "data.mqar.", "optim.", "batch_tokens", "micro_batch")
-    for key, value in flatten(config).items():
-        if key.startswith(read) and key in default and default[key] != value:
-            values[key] = value
+    ours = {key: value for key, value in flatten(config).items() if key.startswith(read)}
+    values |= {key: value for key, value in ours.items() if default.get(key, value) != value}
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
         values[f"optim.{rate}"] = float(f"{LOWER * config['optim'][rate]:g}")
     if how.to == "diff" and how.init == "zero":  # at lambda 0 second maps have no effect
