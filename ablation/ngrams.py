@@ -44,32 +44,24 @@ class NgramsConfig(FindingsConfig):
     seed: int = 1  # of the order of the training windows
 
 
-@dataclass
 class Counts:
     """The k-grams of a text as sorted codes with their counts, and of each context its sum of counts and number of k-grams."""
 
-    grams: np.ndarray
-    counts: np.ndarray
-    contexts: np.ndarray
-    sums: np.ndarray
-    kinds: np.ndarray
-    discount: float
-
-    @classmethod
-    def of(cls, grams: np.ndarray, counts: np.ndarray, vocab_size: int) -> "Counts":
-        contexts, starts, kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
+    def __init__(self, grams: np.ndarray, counts: np.ndarray, vocab_size: int) -> None:
+        self.grams, self.counts = grams, counts
+        self.contexts, starts, self.kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
+        self.sums = np.add.reduceat(counts, starts)
         once, twice = (counts == 1).sum(), (counts == 2).sum()
-        discount = once / max(once + 2 * twice, 1)
-        return cls(grams, counts, contexts, np.add.reduceat(counts, starts), kinds, float(discount))
+        self.discount = float(once / max(once + 2 * twice, 1))
 
 
 def kneser_ney(windows: np.ndarray, order: int, vocab_size: int) -> list[Counts]:
     """The counts of orders 1 to `order`: the highest counts occurrences, lower ones the different tokens before a k-gram."""
     grams, counts = np.unique(ngram_codes(windows, order, vocab_size), return_counts=True)
-    tables = [Counts.of(grams, counts, vocab_size)]
+    tables = [Counts(grams, counts, vocab_size)]
     for k in range(order - 1, 0, -1):
         grams, counts = np.unique(grams % vocab_size**k, return_counts=True)
-        tables.insert(0, Counts.of(grams, counts, vocab_size))
+        tables.insert(0, Counts(grams, counts, vocab_size))
     return tables
 
 
