@@ -57,9 +57,8 @@ class Counts:
 
 def kneser_ney(windows: np.ndarray, order: int, vocab_size: int) -> list[Counts]:
     """The counts of orders 1 to `order`: the highest counts occurrences, lower ones the different tokens before a k-gram."""
-    grams, counts = np.unique(ngram_codes(windows, order, vocab_size), return_counts=True)
-    tables = [Counts(grams, counts, vocab_size)]
-    for k in range(order - 1, 0, -1):
+    grams, tables = ngram_codes(windows, order, vocab_size), []
+    for k in range(order, 0, -1):
         grams, counts = np.unique(grams % vocab_size**k, return_counts=True)
         tables.insert(0, Counts(grams, counts, vocab_size))
     return tables
