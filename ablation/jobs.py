@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,23 +22,18 @@ class Pool:
     def __init__(self) -> None:
         self.stopping = 0  # number of the signal that stopped the pool; 0: none
         self._running: set[subprocess.Popen] = set()
-        self._lock = threading.Lock()
 
     def call(self, arguments: list[str], env: dict[str, str], log: Path) -> int:
         """Run python with these arguments and append its output to `log`; returns the exit status."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
             print(f"$ python {' '.join(arguments)}", file=file, flush=True)
-            with self._lock:
-                if self.stopping:
-                    return 0
-                process = subprocess.Popen([sys.executable, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT)
-                self._running.add(process)
-                if self.stopping:  # the signal came while the process was being started, and `_stop` did not see it
-                    process.terminate()
+            process = subprocess.Popen([sys.executable, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT)
+            self._running.add(process)
+            if self.stopping:  # the signal came while the process was being started, and `_stop` did not see it
+                process.terminate()
             code = process.wait()
-            with self._lock:
-                self._running.discard(process)
+            self._running.discard(process)
             return code
 
     def carry_out(self, run: PlannedRun, env: dict[str, str]) -> None:
