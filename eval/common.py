@@ -37,7 +37,7 @@ LOGITS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 LOGITS_IN_CACHE = 2**20  # the same on a CPU: 4 MB stay in its cache, and the next operations take half the time
 HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
-DIGESTED_AT_ONCE = 2**22  # tokens of a text whose digest is computed: 32 MB
+READ_AT_ONCE = 2**22  # tokens of a text that is read from beginning to end: 32 MB
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
 OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "needle", "outliers", "perplexity", "quantization")
 INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name something else to measure on
@@ -229,10 +229,10 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
-    """The tokens of texts as int64, a part at a time, for their digest."""
+    """The tokens of texts as int64, a part at a time."""
     for part in parts:
-        for start in range(0, len(part), DIGESTED_AT_ONCE):
-            yield part.read(start, start + DIGESTED_AT_ONCE)
+        for start in range(0, len(part), READ_AT_ONCE):
+            yield part.read(start, start + READ_AT_ONCE)
 
 
 def write_result(

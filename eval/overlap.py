@@ -17,11 +17,10 @@ from data.config import DataConfig
 from data.shards import Shard, open_split
 from data.stream import open_tokenizer
 from data.tokenizer import Tokenizer
-from eval.common import read_documents
+from eval.common import content_of, read_documents
 
 WORDS = 13
 MOST = 0.01  # largest share of a test text's sequences that may occur in training
-CHUNK = 2**22  # training tokens decoded at a time
 _RULES = 2  # the version of what a word is: another number makes results in saved files count as not computed
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
 _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
@@ -47,9 +46,8 @@ def overlap(train: Sequence[Shard], tokenizer: Tokenizer, documents: Sequence[st
     seen = np.zeros(len(wanted), dtype=bool)
     for shard in train:
         tail: Sequence[int] = ()
-        for start in range(0, len(shard), CHUNK):
-            text = b"".join(pieces[shard.read(start, min(start + CHUNK, len(shard)))])
-            codes, tail = sequence_codes(text, tail)
+        for tokens in content_of([shard]):
+            codes, tail = sequence_codes(b"".join(pieces[tokens]), tail)
             seen |= np.isin(wanted, codes)
     return float(seen.mean())
 

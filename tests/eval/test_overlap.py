@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import eval.common
 import eval.overlap
 from data.config import TokenizerConfig
 from data.shards import Shard, write_shard
@@ -34,7 +35,7 @@ def test_what_was_trained_on_is_found_and_other_text_is_not(tmp_path: Path, monk
     tokenizer = build_tokenizer(TokenizerConfig(name="bytes"))
     path, text = tmp_path / "train_000000.bin", words(0, 400)
     write_shard(path, tokenizer.encode_array(text), vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
-    monkeypatch.setattr(eval.overlap, "CHUNK", 5 * 2**6)  # the pieces end within words, too
+    monkeypatch.setattr(eval.common, "READ_AT_ONCE", 5 * 2**6)  # the pieces end within words, too
     train = [Shard(path)]
     assert overlap(train, tokenizer, [words(100, 50)]) > 0.9  # but for those that a piece's end cuts
     assert overlap(train, tokenizer, [words(1000, 500)]) == 0.0
