@@ -326,10 +326,6 @@ class Arm:
     def title(self) -> str:
         return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
 
-    def results(self, name: str) -> list[dict[str, Any]]:
-        """The results of the evaluation, one per run that has it and did not diverge."""
-        return [results for run in self.runs if (results := run.results(name)) is not None]
-
 
 def trained_tokens(arm: Arm) -> float:
     return float(max(run.value("train.tokens") or 0 for run in arm.runs))

@@ -126,7 +126,7 @@ def headline_table(arms: list[Arm]) -> list[Row]:
 
 
 def _needle_rows(arms: list[Arm]) -> list[Row]:
-    measured = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
+    measured = [results.get("pairs", []) for arm in arms for run in arm.runs if (results := run.results("needle"))]
     kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs))
 
     def row(name: str, key: str, kind: tuple[int, int]) -> Row:

@@ -255,7 +255,7 @@ def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, reported):
     shown = [row for row in rows if row.group not in ("Model", "Training") and row.cells[1].n]
     assert not shown and not differences(arms, rows)
     assert [part.name for part in sections(arms)] == ["quantization"]  # icl has no number left
-    assert runs[2].evals["needle"] and not arms[1].results("needle")
+    assert runs[2].evals["needle"] and not arms[1].runs[0].results("needle")
     page, _, _ = reported(listed(folders))
     assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
     assert 'length, baseline"' in page and 'length, diff"' not in page
