@@ -322,10 +322,6 @@ class Arm:
     def several(self) -> bool:
         return len(self.runs) > 1
 
-    @property
-    def title(self) -> str:
-        return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
-
 
 def trained_tokens(arm: Arm) -> float:
     return float(max(run.value("train.tokens") or 0 for run in arm.runs))

@@ -348,7 +348,8 @@ def minus(text: str) -> str:
 
 
 def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
-    return [["", *(arm.title for arm in arms)]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
+    heads = [f"{arm.name} (n = {len(arm.runs)})" if arm.several else arm.name for arm in arms]
+    return [["", *heads]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
 
 
 def difference_lines(arms: list[Arm], rows: list[Row], differences: list[Difference], head: str = "") -> list[list[str]]:
