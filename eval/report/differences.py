@@ -52,8 +52,7 @@ def contrasts(table: pd.DataFrame, arms: list[Arm]) -> list[Difference]:
 
 def paired_arms(values: pd.DataFrame, arm: str, other: str, **place: str) -> Difference | None:
     """`arm` less `other`, paired by seed; None without a common seed. values: a row per seed, a column per arm."""
-    of_all = zip(values.index, (values[arm].to_numpy() - values[other].to_numpy()).tolist(), strict=True)
-    less = {seed: one for seed, one in of_all if not math.isnan(one)}
+    less = (values[arm] - values[other]).dropna().to_dict()
     return paired(list(less.values()), by_seed=less, arm=arm, reference=other, **place) if less else None
 
 
@@ -99,7 +98,7 @@ class Model:
     def spreads_differ(self) -> bool:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
-    def less(self, arm: str, other: str, **place: str) -> Difference | None:
+    def less(self, arm: str, other: str, **place: str) -> Difference:
         """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences."""
         alone = paired_arms(self.values, arm, other) or Difference(0, math.nan)
         place |= self.place | {"arm": arm, "reference": other}
