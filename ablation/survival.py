@@ -102,7 +102,6 @@ def compare(
     arms: list[Row], checks: dict[str, list], key: str, level: float, pairs: dict[str, list[str]]
 ) -> tuple[list[Row], list[Row]]:
     """Each arm's curve with its tests against the reference, and the tests of each pair; checks: by the runs' names."""
-    arms = [arm for arm in arms if arm["runs"]]
     arrivals = {arm["name"]: [arrival(checks[run["run"]], level, key) for run in arm["runs"]] for arm in arms}
     rows = []
     for arm in arms:
