@@ -47,9 +47,8 @@ class SurvivalConfig(FindingsConfig):
 
 def arrival(checks: list[dict[str, float]], level: float, key: str = "needle_acc") -> tuple[int, bool]:
     """Tokens at a run's first check with accuracy `level` or more (val_loss: or less), else at the last; if it arrived."""
-    reached = (line["tokens"] for line in checks if (line[key] <= level if key == "val_loss" else line[key] >= level))
-    tokens = next(reached, None)
-    return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
+    arrived = ((line["tokens"], True) for line in checks if (line[key] <= level if key == "val_loss" else line[key] >= level))
+    return next(arrived, (checks[-1]["tokens"], False))
 
 
 def kaplan_meier(runs: Arrivals) -> Row:
