@@ -15,6 +15,8 @@ from data.tokenizer import Tokenizer
 from eval.common import TextEvalConfig
 from training.checkpoint import LoadedRun
 
+_facts = lru_cache(maxsize=4)(Facts)  # which tokenizes the sentences' fixed parts
+
 
 @dataclass
 class NeedleGridConfig(TextEvalConfig):
@@ -64,7 +66,7 @@ def needle_queries(
     Returns one query for each of `cell.asked` facts, in which that fact is hidden at `cell.depth`, and the others at random
     depths. The text is cut from `haystack` (n,) at a random place; prompt and answer have exactly `cell.length` tokens.
     """
-    facts = _facts(tokenizer, digits).draw(rng, cell.needles)
+    facts = _facts(tokenizer, "eval", digits).draw(rng, cell.needles)
     start = int(rng.integers(0, max(1, len(haystack) - cell.length)))
     depths = np.concatenate(([cell.depth], rng.random(cell.needles - 1)))
     queries = []
@@ -88,8 +90,3 @@ def needle_queries(
             )
         )
     return queries
-
-
-@lru_cache(maxsize=4)
-def _facts(tokenizer: Tokenizer, digits: int) -> Facts:
-    return Facts(tokenizer, "eval", digits)
