@@ -175,13 +175,11 @@ def _text(content: bytes) -> str:
 
 def _model(label: str, shade: str, seen: list[tuple[Example, Activations]]) -> dict[str, Any]:
     """A model as the page's script reads it. best: (layer, head) with the largest signed attention to the needles."""
-    first, best = seen[0][1], None
     needles = [(example, one, slice(*example.spans["needle"])) for example, one in seen if "needle" in example.spans]
-    if needles:
-        masses = [[maps[:, example.query, needle].sum(-1) for maps in one.maps] for example, one, needle in needles]
-        by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
-        layer = int(np.argmax([mass.max() for mass in by_layer]))
-        best = layer, int(by_layer[layer].argmax())
+    masses = [[maps[:, example.query, needle].sum(-1) for maps in one.maps] for example, one, needle in needles]
+    by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
+    layer = int(np.argmax([mass.max() for mass in by_layer]))
+    best, first = (layer, int(by_layer[layer].argmax())), seen[0][1]
     differential = [second is not None for second in first.second_maps]
     return {"label": label, "colour": shade, "heads": list(map(len, first.maps)), "differential": differential, "best": best}
 

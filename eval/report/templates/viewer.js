@@ -82,7 +82,7 @@ function readAddress() {
   state.pinned = whole(given.get("query"), example.tokens.length, example.query);
   state.panels = DATA.models.slice(0, 2).map((_, i) => {
     const [place, shown] = (given.get("ab"[i]) || "").split(":"), [m, l, h] = place.split(".");
-    const model = whole(m, DATA.models.length, i), [bestLayer, bestHead] = DATA.models[model].best || [ALL, ALL];
+    const model = whole(m, DATA.models.length, i), [bestLayer, bestHead] = DATA.models[model].best;
     if (l === undefined) return { model, layer: bestLayer, head: bestHead, ...TRAINED };
     const layer = whole(l, DATA.models[model].heads.length, ALL);
     return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL), ...viewOf(shown) };
@@ -131,7 +131,7 @@ function buildPanel(p, index) {
     p[`${what}Select`].onchange = (event) => {
       const value = event.target.value === ALL ? ALL : +event.target.value;
       if (what === "model") {
-        const [layer, head] = DATA.models[value].best || [ALL, ALL];
+        const [layer, head] = DATA.models[value].best;
         Object.assign(p, { model: value, layer, head, ...TRAINED });
       }
       else if (what === "layer") Object.assign(p, { layer: value, head: ALL });
