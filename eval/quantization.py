@@ -67,10 +67,9 @@ def evaluate(model: nn.Module, windows: np.ndarray, cfg: QuantizationConfig) -> 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
     """Change of loss against bits; bars are standard errors."""
-    points = [("32 (float)", 0.0, 0.0)]
-    for row in sorted(results["bits"], key=lambda row: -row["bits"]):
-        points.append((row["bits"], row["loss_change"], row["loss_change_se"]))
-    ticks, values, errors = zip(*points, strict=True)
+    rows = sorted(results["bits"], key=lambda row: -row["bits"])
+    ticks = ["32 (float)", *(row["bits"] for row in rows)]
+    values, errors = ([0.0, *(row[key] for row in rows)] for key in ("loss_change", "loss_change_se"))
     with figure(path, 4.8, 3.7) as axes:
         ax = axes[0, 0]
         ax.axhline(0, color=ax.spines["left"].get_edgecolor(), linewidth=0.8)
