@@ -123,9 +123,8 @@ class Study:
                 for _ in range(self.cfg.tune.widen):
                     if not search.waits:
                         self._try(search, tuning.beyond(self.cfg.tune, search.scores))
-        if any(search.waits for search in searches):
-            return [replace(search, waits=True) for search in searches]
-        return searches
+        waits = any(search.waits for search in searches)
+        return [replace(search, waits=waits) for search in searches]
 
     def _try(self, search: Search, points: list[Point]) -> None:
         for point in points:
