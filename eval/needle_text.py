@@ -41,10 +41,9 @@ class Query:
     """One question about one context, as token ids."""
 
     prompt: np.ndarray  # (P,), ends where the answer begins
-    answer: np.ndarray  # (A,): the number and its full stop
     needle: tuple[int, int]  # [start, stop) of the sentence with the answer in the prompt
     question: int  # the position of the first token of the closing question
-    candidates: list[np.ndarray]  # the answers of all needles of this context, the right one first
+    candidates: list[np.ndarray]  # (A,) each: number and full stop of all needles of this context, the right answer first
 
 
 def trained_digits(config: Mapping[str, Any]) -> int:
@@ -83,7 +82,6 @@ def needle_queries(
         queries.append(
             Query(
                 prompt=np.array([tokenizer.eot, *text, *fact.key], dtype=np.int64),
-                answer=np.array(fact.value, dtype=np.int64),
                 needle=(first, first + len(fact.tokens)),
                 question=1 + len(text),
                 candidates=[np.array(other.value, dtype=np.int64) for other in order],

@@ -123,7 +123,7 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
 def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float) -> Example:
     rng = np.random.default_rng([0, round(1000 * depth)])
     (query,) = needle_queries(rng, hay, run.tokenizer, Cell(length, depth), trained_digits(run.config))
-    tokens = np.concatenate((query.prompt, query.answer))
+    tokens = np.concatenate((query.prompt, query.candidates[0]))  # the right answer
     names = ("first token", "context before", "needle", "context after", "question", "answer")
     start, stop = query.needle
     ends = (0, min(1, start), start, stop, query.question, len(query.prompt), len(tokens))

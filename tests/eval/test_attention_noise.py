@@ -15,8 +15,7 @@ from model.decoder import Decoder
 
 
 def query(needle: tuple[int, int], question: int, length: int) -> Query:
-    nothing = np.zeros(1, dtype=np.int64)
-    return Query(np.arange(length) % 7, nothing, needle, question, [nothing])
+    return Query(np.arange(length) % 7, needle, question, [])
 
 
 def test_buckets_of_a_row_written_by_hand():

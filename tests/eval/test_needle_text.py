@@ -27,13 +27,12 @@ def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, n
     queries = needle_queries(np.random.default_rng(1), hay, tokenizer, Cell(LENGTH, depth, needles, min(2, needles)))
     assert len(queries) == min(2, needles)
     for query in queries:
-        assert len(query.prompt) + len(query.answer) == LENGTH
+        assert len(query.prompt) + len(query.candidates[0]) == LENGTH and len(query.candidates) == needles
         needle = tokenizer.decode(query.prompt[slice(*query.needle)])
         city, number = FACT.fullmatch(needle.strip()).groups()
         assert city in cities("eval")
-        assert tokenizer.decode(query.answer).strip() == f"{number}."
+        assert tokenizer.decode(query.candidates[0]).strip() == f"{number}."
         assert tokenizer.decode(query.prompt[query.question :]).strip() == f"The magic number of {city} is"
-        assert len(query.candidates) == needles and np.array_equal(query.candidates[0], query.answer)
         facts = FACT.findall(tokenizer.decode(query.prompt[: query.question]))
         assert (city, number) in facts and len(facts) == needles
         if needles == 1:
