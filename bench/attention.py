@@ -1,6 +1,5 @@
 """The attention bench: a variant's attention module on a backend, and its calls of model/attention/backends.py."""
 
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench import timing
 from bench.models import BenchConfig, mixed, model_config, random_tokens, variants
@@ -67,28 +67,25 @@ class AttentionArm:
                 torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
         model.to(world.device)
         tokens = random_tokens(cfg.batch or (8 if on_cpu else 4), length, 256, world)
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self._record(model, tokens)
-        self.differential = any(name == "attend_diff" for name, _ in self.calls)
-        self.gradients: dict[str, list[Tensor]] = {}  # measure -> gradients of the outputs, made at the first backward
+        self.calls: list[partial] = []  # of the facade, in one forward pass
+        given: list[Any] = []  # the module's arguments in that pass
 
-    def _record(self, model: Decoder, tokens: Tensor) -> None:
-        """Store the inputs of the module, and the arguments of its facade calls, in one forward pass."""
-        given: list[Any] = []
-
-        def recorded(name: str, function: Callable) -> Callable:
+        def recorded(function: Callable) -> Callable:
             def call(*args: Any, **options: Any) -> Tensor:
-                arguments = inspect.signature(function).bind(*args, **options).arguments
-                self.calls.append((name, {key: leaf(value) for key, value in arguments.items()}))
+                positional, named = tree_map_only(Tensor, leaf, (args, options))
+                self.calls.append(partial(function, *positional, **named))
                 return function(*args, **options)
 
             return call
 
         hook = self.module.register_forward_pre_hook(lambda _, args: given.extend(args))
-        with facade(recorded), self.autocast, torch.no_grad():
+        with hook, facade(recorded), self.autocast, torch.no_grad():
             model(tokens)
-        hook.remove()
-        self.x, *self.rest = map(leaf, given)
+        self.x, self.rest = leaf(given[0]), given[1:]
+        parts = tree_leaves([(call.args, call.keywords) for call in self.calls])
+        self.inputs = [x for x in parts if isinstance(x, Tensor) and x.requires_grad]  # of the calls
+        self.differential = any(call.func is backends.attend_diff for call in self.calls)
+        self.gradients: dict[str, list[Tensor]] = {}  # measure -> gradients of the outputs, made at the first backward
 
     def run(self, measure: str) -> None:
         """Run the pass that `measure` names once."""
@@ -99,14 +96,12 @@ class AttentionArm:
             return
         if measure not in self.gradients:
             self.gradients[measure] = [torch.randn_like(y) for y in outputs]
-        inputs = [self.x, *self.module.parameters()]
-        if level == "op":
-            inputs = [x for _, arguments in self.calls for x in tensors(list(arguments.values()))]
+        inputs = self.inputs if level == "op" else [self.x, *self.module.parameters()]
         torch.autograd.grad(outputs, inputs, self.gradients[measure], allow_unused=True)
 
     def op(self) -> list[Tensor]:
         """The outputs of the facade calls alone."""
-        return [getattr(backends, name)(**arguments) for name, arguments in self.calls]
+        return [call() for call in self.calls]
 
     def memory(self) -> float | None:
         """Peak memory in MB that the op's forward and backward pass adds."""
@@ -128,28 +123,17 @@ def _memory_of_one_thread(*arm: Any) -> float | None:
 
 
 @contextmanager
-def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
-    """A context in which a variant that calls facade function `name` calls `replace(name, function)` instead."""
+def facade(replace: Callable[[Callable], Callable]) -> Iterator[None]:
+    """A context in which a variant that calls a `function` of the facade calls `replace(function)` instead."""
     functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union", "attend_map")}
     files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
     uses = [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
     with ExitStack() as stack:
         for file, name, function in uses:
-            stack.enter_context(patch.object(file, name, replace(name, function)))
+            stack.enter_context(patch.object(file, name, replace(function)))
         yield
 
 
-def leaf(value: Any) -> Any:
-    """An argument with its floating-point tensors as leaves (same strides) that require a gradient."""
-    if isinstance(value, list):
-        return [leaf(part) for part in value]
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All floating-point tensors in an argument."""
-    if isinstance(value, list):
-        return [x for part in value for x in tensors(part)]
-    return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
+def leaf(x: Tensor) -> Tensor:
+    """A floating-point tensor as a leaf (same strides) that requires a gradient; any other tensor itself."""
+    return x.detach().requires_grad_() if x.is_floating_point() else x

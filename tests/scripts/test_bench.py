@@ -118,7 +118,7 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
             AttentionArm(cfg, variant, "auto", 12, CPU)
         return
     arm = AttentionArm(cfg, variant, "auto", 12, CPU)
-    with torch.no_grad(), attention.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]):
+    with torch.no_grad(), attention.facade(lambda f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]):
         arm.module(arm.x, *arm.rest)
     assert len(seen) > 0
     for ours, its in zip(arm.op(), seen, strict=True):
