@@ -103,23 +103,20 @@ class AttentionArm:
         """The outputs of the facade calls alone."""
         return [call() for call in self.calls]
 
-    def memory(self) -> float | None:
-        """Peak memory in MB that the op's forward and backward pass adds."""
-        return peak_growth(partial(self.run, "op forward+backward"), self.device)
-
 
 def op_memory(*arm: Any) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
     *_, world = arm
     if world.device.type == "cuda":
-        return AttentionArm(*arm).memory()
-    with ProcessPoolExecutor(1, mp_context=timing.PROCESSES) as pool:
-        return pool.submit(_memory_of_one_thread, *arm).result()
+        return memory_here(*arm)
+    # One thread, because the buffers of other threads would be counted.
+    with ProcessPoolExecutor(1, timing.PROCESSES, torch.set_num_threads, (1,)) as pool:
+        return pool.submit(memory_here, *arm).result()
 
 
-def _memory_of_one_thread(*arm: Any) -> float | None:
-    torch.set_num_threads(1)  # the buffers of other threads would be counted
-    return AttentionArm(*arm).memory()
+def memory_here(*arm: Any) -> float | None:
+    made = AttentionArm(*arm)
+    return peak_growth(partial(made.run, "op forward+backward"), made.device)
 
 
 @contextmanager
