@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:
-    """RMSNorm with weight (rmsnorm, affine) or without (plain), LayerNorm (layernorm), none, or a factory's module."""
+    """LayerNorm (layernorm), RMSNorm without weight (plain) or with it (any other kind), none, or a factory's module."""
     if callable(kind):
         return kind(width)
     if kind == "layernorm":

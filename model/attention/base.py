@@ -2,7 +2,6 @@
 `Attention.mix` in which it differs, and whose class attributes describe it.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import LayerCache
-from ..layers import RMSNorm, initialize
+from ..layers import initialize
 from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
@@ -313,13 +312,6 @@ def rope_of(cfg: AttentionConfig, length: int, device: torch.device, start: int)
 def split(x: Tensor, width: int) -> Tensor:
     """(B, T, heads width) -> (B, heads, T, width)."""
     return x.unflatten(-1, (-1, width)).transpose(1, 2)
-
-
-def make_qk_norm(kind: str | Callable[[int], nn.Module], width: int, heads: int, eps: float) -> nn.Module:
-    """A norm of the queries or keys of `heads` heads: over each head (head, or a factory), over all together (all), or none."""
-    if callable(kind):
-        return kind(width)
-    return nn.Identity() if kind == "none" else RMSNorm(width * (heads if kind == "all" else 1), eps)
 
 
 def mean_and_spread(name: str, values: Tensor) -> dict[str, Tensor]:

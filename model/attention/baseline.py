@@ -4,7 +4,7 @@ from typing import Annotated
 from torch import Tensor
 
 from ..layers import make_norm
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_qk_norm, split
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, split
 
 
 @dataclass
@@ -24,8 +24,10 @@ class BaselineAttention(Attention):
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
-        self.q_norm = make_qk_norm(self.options.qk_norm, self.width, self.heads, cfg.norm_eps)
-        self.k_norm = make_qk_norm(self.options.qk_norm, self.width, self.kv_heads, cfg.norm_eps)
+        kind = self.options.qk_norm
+        heads, kv_heads = (self.heads, self.kv_heads) if kind == "all" else (1, 1)  # that share a norm
+        self.q_norm = make_norm(kind, heads * self.width, True, cfg.norm_eps)
+        self.k_norm = make_norm(kind, kv_heads * self.width, True, cfg.norm_eps)
         self.head_norm = make_norm(self.options.head_norm, self.value_width, True, cfg.norm_eps)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:

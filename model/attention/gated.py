@@ -3,7 +3,8 @@ from typing import Annotated
 
 from torch import Tensor, nn
 
-from .base import Attention, AttentionConfig, Carry, make_qk_norm, mean_and_spread
+from ..layers import make_norm
+from .base import Attention, AttentionConfig, Carry, mean_and_spread
 from .mask import Mask
 
 
@@ -27,8 +28,8 @@ class GatedAttention(Attention):
         super().make_parameters(cfg, layer)
         per_head = 1 if self.options.gate == "headwise" else self.value_width
         self.gate_logits = nn.Linear(cfg.d_model, self.heads * per_head, bias=False)
-        self.q_norm = make_qk_norm(self.options.qk_norm, self.width, self.heads, cfg.norm_eps)
-        self.k_norm = make_qk_norm(self.options.qk_norm, self.width, self.kv_heads, cfg.norm_eps)
+        self.q_norm = make_norm(self.options.qk_norm, self.width, True, cfg.norm_eps)
+        self.k_norm = make_norm(self.options.qk_norm, self.width, True, cfg.norm_eps)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_norm(q), self.k_norm(k), v
