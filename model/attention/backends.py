@@ -44,7 +44,7 @@ def choose(capability: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: i
     half = dtype in (torch.bfloat16, torch.float16)
     if capability is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
-    masked = not (mask.plain or mask.sees_everything or mask.needs_dense)
+    masked = mask.limited and not mask.needs_dense
     if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST and max(d, dv) <= flex.WIDEST:
         return "flex"
     cudnn = capability[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()

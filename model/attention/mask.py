@@ -57,14 +57,11 @@ class Mask:
     @property
     def plain(self) -> bool:
         """Whether the causal rule is the only rule."""
-        return self.causal and not self._more
+        return self.causal and not self.limited
 
     @property
-    def sees_everything(self) -> bool:
-        return not self.causal and not self._more
-
-    @property
-    def _more(self) -> bool:
+    def limited(self) -> bool:
+        """Whether there are other rules than the causal one."""
         return self.needs_dense or any(rule is not None for rule in (self.window, self.documents, self.keys))
 
     @property

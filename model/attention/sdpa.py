@@ -41,7 +41,7 @@ def sdpa(
                 return sdpa(q.float(), k.float(), v.float(), mask, shown, dropout, scale).to(q.dtype)
         q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # A single query has the last position and sees every key.
-    unmasked = shown is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
+    unmasked = shown is None and not mask.limited and (not mask.causal or T == S or T == 1)
     options = {"scale": scale, "dropout_p": dropout}
     if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
