@@ -101,7 +101,7 @@ def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[Tensor
 
 # rows (n, D) of a piece once the piece before has its gradient: torch.compile would else make the logits of all pieces first.
 AFTER = native.operator(
-    f"{__name__.replace('.', '_')}::after",
+    "after",
     "(Tensor rows, Tensor gradient) -> Tensor",
     lambda rows, gradient: rows.clone(),
     lambda rows, gradient: torch.empty_like(rows),
@@ -154,8 +154,5 @@ def _empty(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]
 
 # An exported folder has no loss.cpp.
 CROSS_ENTROPY = SOURCE.is_file() and native.operator(
-    f"{__name__.replace('.', '_')}::cross_entropy",
-    "(Tensor logits, Tensor targets, int width) -> (Tensor, Tensor)",
-    _cross_entropy,
-    _empty,
+    "cross_entropy", "(Tensor logits, Tensor targets, int width) -> (Tensor, Tensor)", _cross_entropy, _empty
 )

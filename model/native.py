@@ -84,12 +84,12 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def operator(name: str, signature: str, run: Callable, empty: Callable, on: str = "cpu") -> Callable:
-    """Define a torch operator NAMESPACE::NAME. empty: makes the outputs of `run` without computing them."""
-    torch.library.define(name, signature)
-    torch.library.impl(name, on, run)
-    torch.library.register_fake(name, empty)
-    namespace, _, short = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), short).default
+    """Define a torch operator in the namespace of `run`'s module. empty: makes the outputs of `run` without computing them."""
+    namespace = run.__module__.replace(".", "_")  # the module may be imported under two names (pip, a checkout)
+    torch.library.define(f"{namespace}::{name}", signature)
+    torch.library.impl(f"{namespace}::{name}", on, run)
+    torch.library.register_fake(f"{namespace}::{name}", empty)
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def once(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

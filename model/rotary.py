@@ -69,7 +69,7 @@ def _table(frequency: Tensor, length: int, offset: int) -> tuple[Tensor, Tensor]
 # For torch.compile, which would compute powers, cosines and sines again for every layer, sequence and head: on an H200, kernels
 # with them took 22 of the 82 ms of a step of the baseline (docs/PERFORMANCE.md).
 TABLE = native.operator(
-    f"{__name__.replace('.', '_')}::table",
+    "table",
     "(Tensor frequency, SymInt length, SymInt offset) -> (Tensor, Tensor)",
     _table,
     lambda frequency, length, offset: tuple(frequency.new_empty(length, len(frequency)) for _ in range(2)),

@@ -17,7 +17,6 @@ from ..sdpa import in_line
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
-PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imported under two names (pip, a checkout)
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -110,9 +109,9 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
     )
 
 
-FORWARD = native.operator(f"{PACKAGE}::attend", "(Tensor q, Tensor k, Tensor v, Tensor? lam) -> Tensor", _forward, _output)
+FORWARD = native.operator("attend", "(Tensor q, Tensor k, Tensor v, Tensor? lam) -> Tensor", _forward, _output)
 BACKWARD = native.operator(
-    f"{PACKAGE}::attend_backward",
+    "attend_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? lam) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _gradients,
