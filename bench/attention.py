@@ -91,17 +91,13 @@ class AttentionArm:
         """Run the pass that `measure` names once."""
         level, passes = measure.split()
         with torch.set_grad_enabled(passes != "forward"), self.autocast:
-            outputs = self.op() if level == "op" else [self.module(self.x, *self.rest)]
+            outputs = [call() for call in self.calls] if level == "op" else [self.module(self.x, *self.rest)]
         if passes == "forward":
             return
         if measure not in self.gradients:
             self.gradients[measure] = [torch.randn_like(y) for y in outputs]
         inputs = self.inputs if level == "op" else [self.x, *self.module.parameters()]
         torch.autograd.grad(outputs, inputs, self.gradients[measure], allow_unused=True)
-
-    def op(self) -> list[Tensor]:
-        """The outputs of the facade calls alone."""
-        return [call() for call in self.calls]
 
 
 def op_memory(*arm: Any) -> float | None:
