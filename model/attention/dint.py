@@ -3,7 +3,7 @@ from torch import Tensor
 
 from .backends import attend_map
 from .base import Carry
-from .diff import DiffAttention, DiffConfig
+from .diff import DiffAttention
 from .mask import Mask
 
 
@@ -15,7 +15,6 @@ class DintAttention(DiffAttention):
     """
 
     name = "dint"
-    Options = DiffConfig
     row_sums, whole = "one", True
     takes_context = False
     colours = {"dint": "#661188"}
