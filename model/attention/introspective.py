@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..cache import LayerCache
 from ..layers import fill_normal, make_norm
 from ..rotary import rotate
-from .backends import attend, attend_union
+from .backends import attend_union
 from .base import Attention, AttentionConfig, Carry, Heads, Ropes, split
 from .mask import Mask
 
@@ -139,11 +139,8 @@ class IntrospectiveAttention(Attention):
                 k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
                 keys.append(k)
                 values.append(v)
-            if feature:
-                heads = attend(q, k, v, mask, self.backend, self.dropout_now)
-            else:
-                sets = [keys[j] for j in self._seen(i)], [values[j] for j in self._seen(i)]
-                heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
+            sets = [keys[j] for j in self._seen(i)], [values[j] for j in self._seen(i)]
+            heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
             outputs.append(self._path_output(heads, i))
             if feature:
                 memory += self.remembered(*kept, outputs[-1])
@@ -162,6 +159,8 @@ class IntrospectiveAttention(Attention):
         return [parts[part].to(k.dtype) for part in self.options.memory]
 
     def _seen(self, i: int) -> list[int]:
+        if self.mode == "feature":
+            return [i]
         if self.options.repeated:
             return [j for earlier in range(i) for j in self._seen(earlier)] + [i]
         return list(range(i + 1 if self.own_path or i == 0 else i))
@@ -172,7 +171,7 @@ class IntrospectiveAttention(Attention):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        return tuple(1 if self.mode == "feature" else len(self._seen(i)) for i in range(self.paths))
+        return tuple(len(self._seen(i)) for i in range(self.paths))
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         values = {f"path_{i}": weight.mean() for i, weight in enumerate(self.weights(x).unbind(-1))}
