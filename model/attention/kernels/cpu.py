@@ -31,8 +31,7 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     B, h, _, T, _ = q.shape
     q = q.unflatten(1, (k.shape[1], -1)).movedim(3, 1)  # (B, 2, hkv, G, T, d)
     k = k.movedim(2, 1).unsqueeze(4)  # (B, 2 or 1, hkv, T, 1, d)
-    hkv = v.shape[1]
-    lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, hkv, h // hkv, T, 1)
+    lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).unflatten(1, (v.shape[1], -1))
     return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
 
 
