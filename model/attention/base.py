@@ -107,11 +107,10 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
         self.cfg = cfg
-        alibi = cfg.position == "alibi"
-        self.slopes = alibi_slopes(self.heads) if alibi else None
+        self.slopes = alibi_slopes(self.heads) if cfg.position == "alibi" else None
         kind = type(self)
         self.makes_map = kind.bias is not Attention.bias or kind.normalize is not Attention.normalize
-        self.dense = alibi or self.makes_map  # no kernel that skips blocks takes its scores
+        self.dense = self.makes_map or self.slopes is not None  # no kernel that skips blocks takes its scores
         check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, self.dense)
         with nullcontext() if device is None else torch.device(device):
             self.make_parameters(cfg, layer)
