@@ -216,7 +216,8 @@ MUTANTS = (
     Mutant("padding and windows are ignored (unilm flash, axolotl flash)", Mask, "limited",
            Value(lambda right: property(lambda self: False))),
     Mutant("rows that see nothing are NaN (timm)", reference, "weights",
-           lambda right, q, k, see, bias=None: ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~see, float("-inf")).softmax(-1),
+           lambda right, q, k, see, bias=None: ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(
+               ~see.unsqueeze(2), float("-inf")).softmax(-1),
            f"{BLIND}[diff]"),
     Mutant("rows that see nothing see everything (timm fused)", sdpa, "dense",
            lambda right, *given: (lambda see, bias: (see | ~see.any(-1, keepdim=True), bias))(*right(*given)),

@@ -205,10 +205,9 @@ def attend_map(
     if not S:
         return v.new_zeros(len(q), h, T, v.shape[-1])  # a maximum over no keys is an error
     k = repeat(k, h)
-    several = (lambda x: x) if q.dim() == 4 else (lambda x: None if x is None else x.unsqueeze(2))
 
     def weights(q: Tensor, k: Tensor, at: Tensor) -> Tensor:
-        return reference.weights(q, k, several(mask.allowed(at, S)), several(mask.added(at, S)), normalize)
+        return reference.weights(q, k, mask.allowed(at, S), mask.added(at, S), normalize)
 
     def of_rows(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
         return reference.times_values(F.dropout(weights(q, k, at), dropout), repeat(v, h))
@@ -270,5 +269,4 @@ def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1, normalize: refe
     rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
     probe.active.check_keys(S)
     see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
-    see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
     return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias, normalize)

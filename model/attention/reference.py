@@ -20,6 +20,8 @@ def softmax(scores: Tensor, see: Tensor) -> Tensor:
 
 def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None, normalize: Normalize = softmax) -> Tensor:
     """normalize(q k' / sqrt(d) + bias) over the keys that `see` allows, (..., T, S); rows that see no key are zero."""
+    if q.dim() == 5:  # all maps of a head share its mask
+        see, bias = see.unsqueeze(2), None if bias is None else bias.unsqueeze(2)
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
         scores = scores if bias is None else scores + bias
@@ -40,8 +42,7 @@ def attend_diff(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor, dropout: float = 0.0, bias: Tensor | None = None
 ) -> Tensor:
     """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
-    maps = weights(q, k, see.unsqueeze(2), None if bias is None else bias.unsqueeze(2))
-    first, second = F.dropout(maps, dropout).unbind(2)  # (B, h, T, S) each
+    first, second = F.dropout(weights(q, k, see, bias), dropout).unbind(2)  # (B, h, T, S) each
     return times_values(first - lam * second, v)
 
 
