@@ -101,8 +101,7 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     seed: for the lambda vectors, and with second=random the second maps. tokens (B, T): with sublayer_norm, a text on which
     the mean rms of each head, which the norm removes, is measured.
     """
-    cfg = converted_config(source.cfg, how)
-    target = Decoder(cfg, seed=seed)
+    target = Decoder(converted_config(source.cfg, how), seed=seed)
     state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
     of_diff = _split if how.heads == "split" else _double
     fill = {"diff": of_diff, "diff_v2": _to_diff_v2}.get(how.to, _keep)

@@ -23,6 +23,5 @@ def unavailable(d: int, dv: int) -> str | None:
     if not (torch.cuda.is_available() or interpreted()):
         return f"the fused backend needs a CUDA GPU (or TRITON_INTERPRET=1, slow, for tests on a CPU): {fix}"
     if d > WIDEST_KEY or dv > WIDEST_VALUE:
-        widest = f"d={WIDEST_KEY}, dv={WIDEST_VALUE}"
-        return f"the fused backend takes heads up to {widest}, not d={d}, dv={dv}: {fix}"
+        return f"the fused backend takes heads up to d={WIDEST_KEY}, dv={WIDEST_VALUE}, not d={d}, dv={dv}: {fix}"
     return None

@@ -91,8 +91,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
     dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
-    filled = {"grad_q": dq, "grad_k": dk, "grad_v": dv, "grad_lam": None if lam is None else dlam}
-    _call(q, k, v, lam, grad_out=in_line(grad), **filled)
+    _call(q, k, v, lam, grad_out=in_line(grad), grad_q=dq, grad_k=dk, grad_v=dv, grad_lam=None if lam is None else dlam)
     return found
 
 
