@@ -77,19 +77,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of rows (n, D), and its gradients with respect to the rows and to the weight (V, D)."""
-    logits = rows @ head.mT  # (n, V), and the padding of `head`
+    logits, scored = rows @ head.mT, targets != IGNORED  # (n, V), and the padding of `head`; (n,)
     if logits.device.type == "cpu" and KERNELS.get(logits.dtype) == wide and not _missing():
         losses, grad = CROSS_ENTROPY(logits, targets, len(weight))
     else:
         logits = logits.to(wide)
         logits[:, len(weight) :] = float("-inf")  # those that the padding of the head adds
-        losses, maps = _losses(logits, targets, len(weight))
-        at = _index(targets)
+        maps = logits.softmax(-1)  # one pass is cheaper than log_softmax and its exponential
+        log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,); exact, because the largest probability is at least 1 / V
+        # 0 stands for a target that is not scored; other negative targets, and those of V or more, fail in `gather`.
+        at = targets.masked_fill(~scored, 0).unsqueeze(-1)  # (n, 1)
+        losses = (log_sum - logits[:, : len(weight)].gather(-1, at).squeeze(-1)) * scored
         if torch.compiler.is_compiling():  # one pass with the softmax; after scatter_ another pass would copy from `wide`
             grad = torch.where(torch.arange(maps.shape[-1], device=maps.device) == at, maps - 1, maps).to(rows.dtype)  # (n, V)
         else:
             grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)
-    scored = (targets != IGNORED).unsqueeze(-1)  # (n, 1)
+    scored = scored.unsqueeze(-1)  # (n, 1)
     return losses.sum(), grad @ head * scored, (grad.mT @ (rows * scored))[: len(weight)]
 
 
@@ -113,19 +116,6 @@ def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
     """The weight (V, D) in `narrow`. In half precision, zeros pad V to a multiple of 64."""
     head = weight.to(narrow)
     return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
-
-
-def _losses(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V). A target of `width` or more fails."""
-    maps = logits.softmax(-1)  # one pass is cheaper than log_softmax and its exponential
-    log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,); exact, because the largest probability is at least 1 / V
-    losses = log_sum - logits[:, :width].gather(-1, _index(targets)).squeeze(-1)
-    return losses * (targets != IGNORED), maps
-
-
-def _index(targets: Tensor) -> Tensor:
-    """The targets (n, 1) as an index, in which 0 stands for those that are not scored; other negative ones fail."""
-    return targets.masked_fill(targets == IGNORED, 0).unsqueeze(-1)
 
 
 def _missing() -> bool:
