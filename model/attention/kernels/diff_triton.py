@@ -85,38 +85,6 @@ def _softmax_step(scores, top, total):
 
 
 @triton.jit
-def _forward_blocks(
-    o1, o2, top1, top2, total1, total2,
-    q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s,
-    lo, hi, whole_lo, whole_hi, S, window, log_scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """Both maps over the key blocks that start in lo..hi; every query sees all keys of those in whole_lo..whole_hi."""
-    for start in range(lo, hi, BN):
-        keys = start + tl.arange(0, BN)
-        k1 = _load(k_ptr, start, k_s, S, D, BN, BD)  # (BN, BD)
-        k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, D, BN, BD)
-        s1 = _products(q1, k1, TURNED) * log_scale  # (BM, BN)
-        s2 = _products(q2, k2, TURNED) * log_scale
-        if IDS or (start < whole_lo) | (start >= whole_hi):
-            see = _visible(positions[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
-            if IDS:
-                key_ids = tl.load(key_ids_ptr + keys, mask=keys < S, other=0)
-                see = see & (query_ids[:, None] == key_ids[None, :])
-            s1 = tl.where(see, s1, float("-inf"))
-            s2 = tl.where(see, s2, float("-inf"))
-        p1, fade1, top1, total1 = _softmax_step(s1, top1, total1)
-        p2, fade2, top2, total2 = _softmax_step(s2, top2, total2)
-        v = _load(v_ptr, start, v_s, S, DV, BN, BV)  # (BN, BV)
-        p1 = p1.to(v_ptr.dtype.element_ty).to(v.dtype)
-        p2 = p2.to(v_ptr.dtype.element_ty).to(v.dtype)
-        o1 = tl.dot(p1, v, o1 * fade1[:, None], input_precision="ieee")
-        o2 = tl.dot(p2, v, o2 * fade2[:, None], input_precision="ieee")
-    return o1, o2, top1, top2, total1, total2
-
-
-@triton.jit
 def _finish(o, top, total):
     """(o / total, base-2 log-sum-exp); zeros and +inf where nothing was seen."""
     blind = total == 0.0
@@ -163,11 +131,26 @@ def forward_kernel(
     hi = tl.minimum(last + (1 if CAUSAL else window), S)
     whole_lo = tl.minimum((tl.maximum(last - window + 1, 0) + BN - 1) // BN * BN, hi)
     whole_hi = tl.maximum(tl.minimum(first + (1 if CAUSAL else window), S) // BN * BN, whole_lo)
-    o1, o2, top1, top2, total1, total2 = _forward_blocks(
-        o1, o2, top1, top2, total1, total2,
-        q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, lo, hi, whole_lo, whole_hi, S, window,
-        log_scale, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV, TURNED,
-    )  # fmt: skip
+    for key in range(lo, hi, BN):
+        keys = key + tl.arange(0, BN)
+        k1 = _load(k_ptr, key, k_s, S, D, BN, BD)  # (BN, BD)
+        k2 = k1 if SHARED else _load(k_ptr + k_c, key, k_s, S, D, BN, BD)
+        s1 = _products(q1, k1, TURNED) * log_scale  # (BM, BN)
+        s2 = _products(q2, k2, TURNED) * log_scale
+        if IDS or (key < whole_lo) | (key >= whole_hi):
+            see = _visible(positions[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
+            if IDS:
+                key_ids = tl.load(key_ids_ptr + keys, mask=keys < S, other=0)
+                see = see & (query_ids[:, None] == key_ids[None, :])
+            s1 = tl.where(see, s1, float("-inf"))
+            s2 = tl.where(see, s2, float("-inf"))
+        p1, fade1, top1, total1 = _softmax_step(s1, top1, total1)
+        p2, fade2, top2, total2 = _softmax_step(s2, top2, total2)
+        v = _load(v_ptr, key, v_s, S, DV, BN, BV)  # (BN, BV)
+        p1 = p1.to(v_ptr.dtype.element_ty).to(v.dtype)
+        p2 = p2.to(v_ptr.dtype.element_ty).to(v.dtype)
+        o1 = tl.dot(p1, v, o1 * fade1[:, None], input_precision="ieee")
+        o2 = tl.dot(p2, v, o2 * fade2[:, None], input_precision="ieee")
     o1, lse1 = _finish(o1, top1, total1)
     o2, lse2 = _finish(o2, top2, total2)
     lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
@@ -197,53 +180,6 @@ def delta_kernel(
     delta_ptr += (b * tl.num_programs(1) + h) * 2 * T
     tl.store(delta_ptr + rows, tl.sum(grad * out, 1) + lam * delta2, mask=rows < T)
     tl.store(delta_ptr + T + rows, delta2, mask=rows < T)
-
-
-@triton.jit
-def _backward_blocks(
-    dk1, dk2, dv, k1, k2, v, keys, key_ids,
-    q_ptr, grad_ptr, lam_ptr, query_ids_ptr, lse_ptr, delta_ptr, dq_ptr,
-    q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, whole_lo, whole_hi, T, S, window, scale,
-    log_scale, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """The query blocks of one head that start in lo..hi; those in whole_lo..whole_hi see every key."""
-    for start in range(lo, hi, BM):
-        rows = start + tl.arange(0, BM)
-        q1 = _load(q_ptr, start, q_t, T, D, BM, BD)  # (BM, BD)
-        q2 = _load(q_ptr + q_c, start, q_t, T, D, BM, BD)
-        # Rows past the end have lse = inf: their map is zero, and so is all they add.
-        lse1 = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf"))
-        lse2 = tl.load(lse_ptr + T + rows, mask=rows < T, other=float("inf"))
-        p1 = tl.exp2(_products(q1, k1, TURNED) * log_scale - lse1[:, None])  # (BM, BN)
-        p2 = tl.exp2(_products(q2, k2, TURNED) * log_scale - lse2[:, None])
-        if IDS or (start < whole_lo) | (start >= whole_hi):
-            see = _visible((rows + (S - T))[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
-            if IDS:
-                query_ids = tl.load(query_ids_ptr + rows, mask=rows < T, other=0)
-                see = see & (query_ids[:, None] == key_ids[None, :])
-            p1 = tl.where(see, p1, 0.0)
-            p2 = tl.where(see, p2, 0.0)
-        lam = tl.load(lam_ptr + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
-        p2 = p2 * lam[:, None]
-        grad = _load(grad_ptr, start, grad_t, T, DV, BM, BV)  # (BM, BV)
-        difference = (p1 - p2).to(grad_ptr.dtype.element_ty).to(grad.dtype)
-        dv = tl.dot(tl.trans(difference), grad, dv, input_precision="ieee")  # once for both maps
-        dp = _products(grad, v, TURNED)  # (BM, BN), once for both maps
-        delta1 = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
-        delta2 = tl.load(delta_ptr + T + rows, mask=rows < T, other=0.0)
-        ds1 = (p1 * (dp - delta1[:, None])).to(q_ptr.dtype.element_ty).to(q1.dtype)
-        ds2 = (p2 * (delta2[:, None] - dp)).to(q_ptr.dtype.element_ty).to(q1.dtype)
-        dk1 = tl.dot(tl.trans(ds1), q1, dk1, input_precision="ieee")
-        if SHARED:
-            dk1 = tl.dot(tl.trans(ds2), q2, dk1, input_precision="ieee")
-        else:
-            dk2 = tl.dot(tl.trans(ds2), q2, dk2, input_precision="ieee")
-        dq1 = tl.dot(ds1, k1, input_precision="ieee") * scale  # (BM, BD)
-        _add(dq_ptr, start, dq_t, T, dq1, D, BM, BD)
-        dq2 = tl.dot(ds2, k2, input_precision="ieee") * scale
-        _add(dq_ptr + dq_c, start, dq_t, T, dq2, D, BM, BD)
-    return dk1, dk2, dv
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "lam_b", "lam_h"])
@@ -286,13 +222,43 @@ def backward_kernel(
     for member in range(group):
         h = hkv * group + member
         row = (b * tl.num_programs(1) * group + h) * 2 * T
-        q, grad, lam = q_ptr + b * q_b + h * q_h, grad_ptr + b * grad_b + h * grad_h, lam_ptr + b * lam_b + h * lam_h
-        dq = dq_ptr + b * dq_b + h * dq_h
-        dk1, dk2, dv = _backward_blocks(
-            dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row, delta_ptr + row, dq,
-            q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, whole_lo, whole_hi, T, S, window, scale, log_scale,
-            CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV, TURNED,
-        )  # fmt: skip
+        q_at, grad_at, lam_at = q_ptr + b * q_b + h * q_h, grad_ptr + b * grad_b + h * grad_h, lam_ptr + b * lam_b + h * lam_h
+        dq_at, lse_at, delta_at = dq_ptr + b * dq_b + h * dq_h, lse_ptr + row, delta_ptr + row
+        for query in range(lo, hi, BM):
+            rows = query + tl.arange(0, BM)
+            q1 = _load(q_at, query, q_t, T, D, BM, BD)  # (BM, BD)
+            q2 = _load(q_at + q_c, query, q_t, T, D, BM, BD)
+            # Rows past the end have lse = inf: their map is zero, and so is all they add.
+            lse1 = tl.load(lse_at + rows, mask=rows < T, other=float("inf"))
+            lse2 = tl.load(lse_at + T + rows, mask=rows < T, other=float("inf"))
+            p1 = tl.exp2(_products(q1, k1, TURNED) * log_scale - lse1[:, None])  # (BM, BN)
+            p2 = tl.exp2(_products(q2, k2, TURNED) * log_scale - lse2[:, None])
+            if IDS or (query < whole_lo) | (query >= whole_hi):
+                see = _visible((rows + (S - T))[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
+                if IDS:
+                    query_ids = tl.load(query_ids_ptr + rows, mask=rows < T, other=0)
+                    see = see & (query_ids[:, None] == key_ids[None, :])
+                p1 = tl.where(see, p1, 0.0)
+                p2 = tl.where(see, p2, 0.0)
+            lam = tl.load(lam_at + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
+            p2 = p2 * lam[:, None]
+            grad = _load(grad_at, query, grad_t, T, DV, BM, BV)  # (BM, BV)
+            difference = (p1 - p2).to(grad_ptr.dtype.element_ty).to(grad.dtype)
+            dv = tl.dot(tl.trans(difference), grad, dv, input_precision="ieee")  # once for both maps
+            dp = _products(grad, v, TURNED)  # (BM, BN), once for both maps
+            delta1 = tl.load(delta_at + rows, mask=rows < T, other=0.0)
+            delta2 = tl.load(delta_at + T + rows, mask=rows < T, other=0.0)
+            ds1 = (p1 * (dp - delta1[:, None])).to(q_ptr.dtype.element_ty).to(q1.dtype)
+            ds2 = (p2 * (delta2[:, None] - dp)).to(q_ptr.dtype.element_ty).to(q1.dtype)
+            dk1 = tl.dot(tl.trans(ds1), q1, dk1, input_precision="ieee")
+            if SHARED:
+                dk1 = tl.dot(tl.trans(ds2), q2, dk1, input_precision="ieee")
+            else:
+                dk2 = tl.dot(tl.trans(ds2), q2, dk2, input_precision="ieee")
+            dq1 = tl.dot(ds1, k1, input_precision="ieee") * scale  # (BM, BD)
+            _add(dq_at, query, dq_t, T, dq1, D, BM, BD)
+            dq2 = tl.dot(ds2, k2, input_precision="ieee") * scale
+            _add(dq_at + dq_c, query, dq_t, T, dq2, D, BM, BD)
 
     dk_ptr += b * dk_b + hkv * dk_h
     _store(dk_ptr, start, dk_s, S, dk1 * scale, D, BN, BD)
