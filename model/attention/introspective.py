@@ -114,15 +114,6 @@ class IntrospectiveAttention(Attention):
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
-        outputs = self._paths(x, source, ropes, mask, cache)
-        lam = self.weights(x)  # (P,) or (B, T, P)
-        mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
-        return self.norm(mixed if self.alpha is None else mixed + self.alpha * x)
-
-    def _path_output(self, heads: Tensor, i: int) -> Tensor:
-        return self.path_norms[i](self.merge(heads))  # A_i (B, T, D)
-
-    def _paths(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, memory, outputs = [], [], [], []  # memory: of the paths so far, each (B, hkv, T, m)
         feature = self.mode == "feature"
         for i in range(self.paths):
@@ -144,7 +135,12 @@ class IntrospectiveAttention(Attention):
             outputs.append(self._path_output(heads, i))
             if feature:
                 memory += self.remembered(*kept, outputs[-1])
-        return outputs
+        lam = self.weights(x)  # (P,) or (B, T, P)
+        mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
+        return self.norm(mixed if self.alpha is None else mixed + self.alpha * x)
+
+    def _path_output(self, heads: Tensor, i: int) -> Tensor:
+        return self.path_norms[i](self.merge(heads))  # A_i (B, T, D)
 
     def _from_memory(self, memory: list[Tensor], i: int) -> tuple[Tensor, Tensor]:
         """M_i U_i and M_i W_i, (B, hkv, T, width) and (B, hkv, T, value_width), by one product per key/value head."""
