@@ -21,6 +21,8 @@ from .layers import FeedForward, initialize, make_norm
 from .loss import linear_cross_entropy
 from .rotary import Rope
 
+Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each
+
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `norm_place=after`, x + norm(attention(x)), then x + norm(mlp(x))."""
@@ -135,7 +137,7 @@ class Decoder(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        generator: Generators = None,
         keys: Tensor | None = None,
         stop: Sequence[int] = (),
     ) -> Iterator[Tensor]:
@@ -285,13 +287,7 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) 
         raise ValueError(f"top_p={top_p} is not a share of the probability: use top_p=0.9, or null for all")
 
 
-def _choose(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | Sequence[torch.Generator] | None,
-) -> Tensor:
+def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Generators) -> Tensor:
     """The next token (B,) from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -308,7 +304,7 @@ def _choose(
     return (drawn if ids is None else ids.gather(-1, drawn))[:, 0]
 
 
-def _uniform(generator: torch.Generator | Sequence[torch.Generator] | None, rows: int) -> Tensor:
+def _uniform(generator: Generators, rows: int) -> Tensor:
     """(rows, 1) numbers from [0, 1) in float64."""
     if generator is None or isinstance(generator, torch.Generator):
         device = None if generator is None else generator.device
