@@ -118,11 +118,9 @@ def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
     return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
 
 
+@native.constant
 def _missing() -> bool:
     return native.failure(SOURCE) is not None
-
-
-_missing._dynamo_marked_constant = True  # for torch.compile, as in attention/kernels/cpu.py
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,13 @@ OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 TUNED = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"])
 
 
+def constant(function: Callable) -> Callable:
+    """Have torch.compile take what `function` returns for a constant."""
+    # As torch.compiler.assume_constant_result does, whose call would import torch._dynamo and delay every command by a second.
+    function._dynamo_marked_constant = True
+    return function
+
+
 @cache
 def failure(source: Path) -> str | None:
     """Why the kernel cannot be used here, in a few words; None if it can. The first call on a machine compiles it."""

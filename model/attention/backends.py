@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..native import constant
 from . import flex, probe, reference
 from .kernels import cpu, unavailable
 from .mask import EVERYTHING, Mask
@@ -53,11 +54,9 @@ def choose(capability: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: i
     return "four_calls" if dv == 2 * d else "one_call"  # halves of 2d need no padding
 
 
+@constant
 def old_cudnn() -> bool:
     return (torch.backends.cudnn.version() or NEW_CUDNN) < NEW_CUDNN
-
-
-old_cudnn._dynamo_marked_constant = True  # as for `card`
 
 
 def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int, dropout: float) -> str:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..native import once
+from ..native import constant, once
 from .mask import EVERYTHING, Mask
 
 SHORT = 512  # keys up to which a CPU's float32 flash kernel, with the conversion, is faster than its bfloat16 kernel
@@ -15,13 +15,10 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
 
+@constant
 def card() -> tuple[int, int] | None:
-    """The CUDA compute capability of this machine's card, None without one; a constant for torch.compile."""
+    """The CUDA compute capability of this machine's card, None without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-# As torch.compiler.assume_constant_result does, whose call would import torch._dynamo and delay every command by a second.
-card._dynamo_marked_constant = True
 
 
 def sdpa(

@@ -35,16 +35,13 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
 
 
+@native.constant
 def missing() -> str | None:
     """Why the kernel cannot be used here, in one line; None if it can. The first call on a machine compiles it."""
     if reason := native.failure(SOURCE):
         fix = "install g++, or use model.backend=sdpa (in Python: backend='sdpa')"
         return f"the cpu backend needs a C++ compiler with OpenMP ({reason}): {fix}"
     return None
-
-
-# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (sdpa.card has the reason).
-missing._dynamo_marked_constant = True
 
 
 class _View(ctypes.Structure):
