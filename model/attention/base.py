@@ -153,10 +153,9 @@ class Attention(nn.Module):
 
     def make_projections(self, cfg: AttentionConfig) -> None:
         """Projections of the input to the queries, keys and values of all heads."""
-        _, _, width, value_width, queries, keys, _ = self.shape
-        self.q = nn.Linear(cfg.d_model, self.heads * queries * width, bias=cfg.qkv_bias)
-        self.k = nn.Linear(cfg.d_model, self.kv_heads * keys * width, bias=cfg.qkv_bias)
-        self.v = nn.Linear(cfg.d_model, self.kv_heads * value_width, bias=cfg.qkv_bias)
+        self.q = nn.Linear(cfg.d_model, self.heads * self.shape.queries * self.width, bias=cfg.qkv_bias)
+        self.k = nn.Linear(cfg.d_model, self.kv_heads * self.shape.keys * self.width, bias=cfg.qkv_bias)
+        self.v = nn.Linear(cfg.d_model, self.kv_heads * self.value_width, bias=cfg.qkv_bias)
 
     def make_out(self, cfg: AttentionConfig) -> None:
         """The projection of the merged heads into the residual stream."""
