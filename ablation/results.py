@@ -54,7 +54,7 @@ class Results:
         by_seed = [study_tables.table_by_seed(comparison, point) for point in comparison.points]
         page += [*study_tables.remarks(comparison), *filter(None, by_seed), study_tables.overview(comparison)]
         page += [study_tables.fit_table(self.fits)] if self.fits else []
-        page += tuning.rates_table(self.tuned)
+        page += tuning.rates_table(self.tuned, self.cfg.tune)
         write_json(folder / "results.json", result_record("ablation", folder.name, self.cfg, results, seeds=seeds))
         text = "\n\n".join([f"**{title}**", *page, *remarks, *study_tables.error_notes(comparison)]) + "\n"
         write_atomic(folder / "table.md", text.encode())

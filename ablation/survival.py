@@ -162,7 +162,7 @@ def draw(path: Path, what: str, levels: dict[str, list[Row]], shades: dict[str, 
                 ax.fill_between(x, low, high, step="post", color=shade, alpha=0.08, linewidth=0)
                 title = f"{what} {level}" + (f" · {row['point']}" if row["point"] else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
-        axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(levels))
 
 
 @command("survival", SurvivalConfig)

@@ -175,12 +175,18 @@ def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -
     return f", tuned {' and '.join(parts)}" if parts else ""
 
 
-def rates_table(results: Mapping[str, Tuned]) -> list[str]:
-    """The learning rates that the tuning chose, as Markdown; [] for an untuned study."""
+def rates_table(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
+    """The learning rates that the tuning chose, as Markdown, and how many trials solved the task; [] for an untuned study."""
     if not results:
         return []
-    rows = [[arm, *(f"{rate:g}" for rate in t.best.values()), str(len(t.scores))] for arm, t in results.items()]
-    return [markdown([["chosen for", *next(iter(results.values())).best, "points tried"], *rows]).rstrip()]
+    rows = [["chosen for", *cfg.keys, "points tried"]]
+    rows += [[arm, *(f"{rate:g}" for rate in t.best.values()), str(len(t.scores))] for arm, t in results.items()]
+    if cfg.solved is not None:
+        rows[0].append("trials that solved it")
+        for row, t in zip(rows[1:], results.values(), strict=True):
+            trials = len(t.scores) * len(cfg.seeds)
+            row.append(f"{trials - sum(unsolved for _, (unsolved, _) in t.scores)} of {trials}")
+    return [markdown(rows).rstrip()]
 
 
 def tuning_notes(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ablation import tuning
 from ablation.tuning import Point, Score, TuneConfig, beyond, exchanged, in_title, score, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
@@ -97,4 +98,6 @@ def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it()
         scores = {(0.006,): score(judge, plateau), (0.024,): score(judge, jumps)}
         assert wanted(judge, scores) == [] and tuned(judge, scores).best == {"optim.lr": best}
     assert score(cfg, [math.inf, 0.05, 0.06]) == Score(2, 0.06)  # a trial that diverged has not solved it
-    assert "3 seeds solve the task" in tuning_notes({"a": tuned(cfg, scores | {(0.024,): score(cfg, jumps)})}, cfg)[0]
+    results = {"a": tuned(cfg, {(0.006,): score(cfg, plateau), (0.024,): score(cfg, jumps)})}
+    assert "3 seeds solve the task" in tuning_notes(results, cfg)[0]
+    assert tuning.rates_table(results, cfg)[0].endswith("| 2 | 2 of 6 |")
