@@ -182,7 +182,7 @@ def rates_table(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     rows = [["chosen for", *cfg.keys, "points tried"]]
     rows += [[arm, *(f"{rate:g}" for rate in t.best.values()), str(len(t.scores))] for arm, t in results.items()]
     if cfg.solved is not None:
-        rows[0].append("trials that solved it")
+        rows[0].append("trials that solved the task")
         for row, t in zip(rows[1:], results.values(), strict=True):
             trials = len(t.scores) * len(cfg.seeds)
             row.append(f"{trials - sum(unsolved for _, (unsolved, _) in t.scores)} of {trials}")

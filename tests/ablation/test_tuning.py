@@ -98,6 +98,5 @@ def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it()
         scores = {(0.006,): score(judge, plateau), (0.024,): score(judge, jumps)}
         assert wanted(judge, scores) == [] and tuned(judge, scores).best == {"optim.lr": best}
     assert score(cfg, [math.inf, 0.05, 0.06]) == Score(2, 0.06)  # a trial that diverged has not solved it
-    results = {"a": tuned(cfg, {(0.006,): score(cfg, plateau), (0.024,): score(cfg, jumps)})}
-    assert "3 seeds solve the task" in tuning_notes(results, cfg)[0]
-    assert tuning.rates_table(results, cfg)[0].endswith("| 2 | 2 of 6 |")
+    arms = {"a": tuned(cfg, {(0.006,): score(cfg, plateau), (0.024,): score(cfg, jumps)})}
+    assert "3 seeds solve the task" in tuning_notes(arms, cfg)[0] and tuning.rates_table(arms, cfg)[0].endswith("| 2 of 6 |")
