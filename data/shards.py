@@ -129,10 +129,13 @@ class Shard:
 
 
 class TextTokens:
-    """Tokens (n,) in memory, with the methods that read a shard. sha256: digest of their text, whatever the tokenizer."""
+    """Tokens (n,) in memory, with the methods that read a shard. sha256: digest of their text, whatever the tokenizer.
 
-    def __init__(self, tokens: np.ndarray, sha256: str = "") -> None:
-        self.tokens, self.sha256 = tokens, sha256
+    documents (n,): the number of each token's document.
+    """
+
+    def __init__(self, tokens: np.ndarray, sha256: str = "", documents: np.ndarray | None = None) -> None:
+        self.tokens, self.sha256, self.documents = tokens, sha256, documents
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -84,8 +84,10 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
     """The tokens of a text, else of the validation shards in a folder. ValueError for shards of another tokenizer."""
     if text:
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
-        tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
-        return [TextTokens(np.array(tokens), hashlib.sha256("\0".join(documents).encode()).hexdigest())]
+        encoded = [np.array((tokenizer.eot, *tokenizer.encode(document))) for document in documents]
+        numbers = np.repeat(np.arange(1, len(encoded) + 1), [len(tokens) for tokens in encoded])
+        sha256 = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+        return [TextTokens(np.concatenate(encoded), sha256, numbers)]
     folder = Path(shards)
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
         raise ValueError(

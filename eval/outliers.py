@@ -114,7 +114,7 @@ def line(kind: str, results: dict[str, Any]) -> str:
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
     run = common.open_run(cfg)
-    windows, name, about = claim_windows("outliers", run, cfg)
+    windows, name, about, _ = claim_windows("outliers", run, cfg)
     results = evaluate(run.model, windows, cfg.batch) | about
     common.write_result(run, cfg, name, results, [line(kind, results) for kind in KINDS])
 

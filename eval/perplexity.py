@@ -6,7 +6,8 @@
 Windows of `length` tokens (default: the trained context) do not overlap, and lie at even distances if the data have more than
 `tokens` tokens. `recall` splits the loss: a token is a `hit` if it completes a bigram that has occurred before in its window,
 else `other`; a hit is rare or frequent in the run's training shards, if they still exist. docs/METHODS.md, section 7.1.
-text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
+text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed; of 2 to 32 documents in it,
+`by_document` has the loss of each.
 Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
 other files, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
 """
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from configs import command
 from data.config import DataConfig
 from data.loader import Windows
-from data.shards import Shard, open_split
+from data.shards import Shard, TextTokens, open_split
 from data.stream import refuse_other_text
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
@@ -35,6 +36,7 @@ from eval.recall import frequent_bigrams, ngram_codes, recall_hits
 from training.checkpoint import LoadedRun
 
 LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
+DOCUMENTS = 32  # the most whose losses are told apart
 FREQUENT = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a bigram as frequent
 
 
@@ -60,13 +62,18 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     return np.stack([windows.window(int(index)) for index in chosen])
 
 
-def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str]]:
-    """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives."""
-    parts = common.evaluation_tokens(run, cfg)
+def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str], np.ndarray]:
+    """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives.
+
+    Then the number of the document, from 1, of each token (n, T + 1) of the windows; of shards 0 for all.
+    """
+    parts, length = common.evaluation_tokens(run, cfg), cfg.length or run.model.cfg.context
     name, about = common.claim_result(evaluation, cfg, common.content_of(parts))
-    if cfg.text:
-        about["text_sha256"] = parts[0].sha256
-    return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), name, about
+    windows = cut_windows(parts, length, cfg.tokens)
+    if not cfg.text:
+        return windows, name, about, np.zeros_like(windows)
+    documents = cut_windows([TextTokens(parts[0].documents)], length, cfg.tokens)
+    return windows, name, about | {"text_sha256": parts[0].sha256}, documents
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
@@ -95,11 +102,17 @@ def window_losses(model: nn.Module, windows: np.ndarray, batch: int, vocab_size:
 
 
 def evaluate(
-    model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, batch: int = 32, frequent: np.ndarray | None = None
+    model: nn.Module,
+    windows: np.ndarray,
+    byte_lengths: np.ndarray,
+    batch: int = 32,
+    frequent: np.ndarray | None = None,
+    documents: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
     frequent: codes of bigrams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
+    documents: the number of each token's document (n, T + 1).
     """
     n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
     losses = window_losses(model, windows, batch, vocab_size).numpy()  # (n, T)
@@ -120,6 +133,7 @@ def evaluate(
         "by_octave": by_octave(losses.sum(axis=0), np.full(length, n)),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": 2} | recalled(losses, windows, vocab_size, frequent),
+        **({} if documents is None else by_document(losses, documents[:, 1:])),
     }
 
 
@@ -136,6 +150,14 @@ def recalled(losses: np.ndarray, windows: np.ndarray, vocab_size: int, frequent:
     }
     results["other"]["by_octave"] = by_octave((losses * ~hits).sum(axis=0), (~hits).sum(axis=0))
     return results
+
+
+def by_document(losses: np.ndarray, documents: np.ndarray) -> dict[str, dict[str, float]]:
+    """Mean loss in each document, from losses and numbers of documents (n, T); nothing for one document or very many."""
+    numbers, which, tokens = np.unique(documents, return_inverse=True, return_counts=True)
+    means = np.bincount(which.ravel(), losses.ravel()) / tokens
+    several = 2 <= len(numbers) <= DOCUMENTS
+    return {"by_document": dict(zip(map(str, numbers), means.tolist(), strict=True))} if several else {}
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
@@ -216,9 +238,9 @@ def lines(results: dict[str, Any]) -> list[str]:
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
     run = common.open_run(cfg)
-    windows, name, about = claim_windows("perplexity", run, cfg)
+    windows, name, about, documents = claim_windows("perplexity", run, cfg)
     frequent = frequent_in_training(run, windows) if cfg.training_counts else None
-    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, frequent)
+    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, frequent, documents)
     results["recall"]["rare_at_most"] = None if frequent is None else FREQUENT
     common.write_result(run, cfg, name, results | about, lines(results), draw)
 

@@ -82,7 +82,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
 def main(cfg: QuantizationConfig) -> None:
     common.check_different("bits", cfg.bits, "[8,6,4]")
     run = common.open_run(cfg)
-    windows, name, about = claim_windows("quantization", run, cfg)
+    windows, name, about, _ = claim_windows("quantization", run, cfg)
     results = evaluate(run.model, windows, cfg) | about
     changes = {row["bits"]: plus_minus(row["loss_change"], row["loss_change_se"], "+.4f") for row in results["bits"]}
     lines = [f"{bits} bits: loss {change} ({len(windows)} windows)" for bits, change in changes.items()]

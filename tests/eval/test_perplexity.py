@@ -136,6 +136,20 @@ def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
         assert common.read_documents(str(tmp_path / text)) == pages
 
 
+def test_losses_by_document(make_run, call, tokenizer, tmp_path):
+    """The end-of-text token before a document is the document's."""
+    run, text, pages = make_run("a"), tmp_path / "three.jsonl", ["a" * 200, "b" * 300, "c" * 298]
+    text.write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
+    call(perplexity, f"run={run}", f"text={text}")
+    tokens = np.concatenate([[tokenizer.eot, *page.encode()] for page in pages])  # 801: five windows of 160
+    model = common.open_run(common.EvalConfig(run=str(run))).model
+    losses = perplexity.window_losses(model, perplexity.cut_windows([TextTokens(tokens)], 160, 801), 4, 257).numpy()
+    means = {str(i): part.mean() for i, part in enumerate(np.split(losses.ravel(), [200, 501]), 1)}
+    results = json.loads((run / "eval" / "perplexity_three.json").read_text())["results"]
+    assert results["by_document"] == pytest.approx(means, rel=1e-6)
+    assert perplexity.by_document(losses, np.ones((5, 160), int)) == {}
+
+
 def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, tmp_path):
     """And shards of another tokenizer are refused."""
     run, other = make_run("a"), tmp_path / "other"
