@@ -13,6 +13,7 @@ from eval.report.comparison import Comparison, fit_sizes, profile
 from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_grid, draw_losses, draw_plane, slug
 from eval.report.runs import Arm
 
+DOCUMENTS = ("metric", "part", "arm", "reference", "n", "mean", "sd", "low", "high", "p", "p_holm")
 FAMILIES = ("gap_*", "grid_*")  # figures that not every command draws
 
 
@@ -46,11 +47,15 @@ class Results:
             "overlap": overlap or {},
             "notes": remarks,
         }
+        if documents := [one for metric in comparison.compared for one in comparison.over_documents(metric)]:
+            results["over_documents"] = [one.numbers(*DOCUMENTS) for one in documents]
         page = [table for point in comparison.points for table in tables(comparison, point)]
         for name, one in self.profiles.items():
             page += [f"{name}:", *of_profile] if (of_profile := tables(one, comparison.points[-1])) else []
         if alone := [one for metric in self.cfg.forest for one in comparison.alone(metric)]:
             page.append(study_tables.difference_table(alone, "part, paired by seed (forest.png)"))
+        if documents:
+            page.append(study_tables.difference_table(documents, "part, paired by document"))
         by_seed = [study_tables.table_by_seed(comparison, point) for point in comparison.points]
         page += [*study_tables.remarks(comparison), *filter(None, by_seed), study_tables.overview(comparison)]
         page += [study_tables.fit_table(self.fits)] if self.fits else []

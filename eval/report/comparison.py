@@ -104,6 +104,19 @@ class Comparison:
         correct(differences)
         return differences
 
+    def over_documents(self, metric: str) -> list[Difference]:
+        """The metric's parts at the last point, paired by the documents of its text: of each the mean over the common seeds."""
+        path, differences = self.metrics[metric].removesuffix("loss") + "by_document", []
+        runs = {arm.arm: {run.seed: run for run in arm.runs} for arm in self.arms if arm.point == self.points[-1]}
+        for part, (arm, other) in self.parts.items():
+            both = [(run, runs[other][seed]) for seed, run in runs.get(arm, {}).items() if seed in runs.get(other, {})]
+            losses = [[[run.value(f"{path}.{key}") for key in run.keys(path)] for run in pair] for pair in both]
+            if losses := [pair for pair in losses if all(pair)]:
+                less = np.subtract(*np.moveaxis(losses, 1, 0)).mean(axis=0)
+                differences.append(paired(less.tolist(), part=part, arm=arm, reference=other, metric=metric))
+        correct(differences)
+        return differences
+
     def arms_json(self) -> list[dict[str, Any]]:
         return [
             {key: getattr(arm, key) for key in OF_ARM}

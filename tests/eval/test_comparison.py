@@ -76,6 +76,18 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
     assert {one.metric for one in alone.pairs} == {"valid", "early"} and len(tables(alone, "long")) == 1
 
 
+def test_parts_are_compared_by_document_over_the_seeds_that_both_arms_have(arms: list[Arm]) -> None:
+    for arm in arms:
+        for run in arm.runs:
+            results = run.evals["perplexity"]["results"]
+            losses = {"1": 3.0, "2": 4.0 + 0.1 * (arm.arm == "diff"), "3": 5.0 + 0.01 * run.seed * (arm.arm == "diff")}
+            results["by_document"] = losses if (arm.arm, run.seed) != ("lambda0", 4) else {}
+    (one,) = Comparison(arms, METRICS, (), PAIRS).over_documents("valid")  # no arm named gated
+    wanted = paired([0.0, 0.1, 0.02])
+    assert (one.part, one.n, one.mean, one.low) == ("subtraction", 3, pytest.approx(wanted.mean), pytest.approx(wanted.low))
+    assert Comparison(arms, METRICS, ("spikes",), PAIRS).over_documents("spikes") == []
+
+
 def test_a_profile_compares_all_numbers_under_a_key_of_the_runs_that_have_them(arms: list[Arm]) -> None:
     octaves = profile(arms, "perplexity.by_octave", PAIRS)
     assert columns(tables(octaves, "long")[0]) == ["arm less baseline-long", "n", *EARLY_LATE]
