@@ -61,7 +61,7 @@ class AblateConfig:
     name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
     runs: str = "runs/ablate"  # folder with one subfolder per experiment
     records: str = "docs/results"  # earlier results; a run listed in its NAME/records.jsonl.gz is not trained again
-    records_of: str | None = None  # a study in `records` whose runs this one takes before those of NAME
+    records_of: list[str] = field(default_factory=list)  # studies in `records` whose runs this one takes before those of NAME
     jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, or one on a CPU
     only: str | None = None  # train and evaluate only the run of this name (ARM-sSEED), and write no table
     run: bool = True  # false: do not train; print the runs that are left, and write the table of the finished runs

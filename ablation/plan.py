@@ -43,7 +43,7 @@ class Study:
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = experiment.evaluation_list(cfg)
         experiment.refuse_metrics(cfg, self.evaluations)
-        self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
+        self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (*cfg.records_of, name)))
         known = [] if cfg.run else self.records.values()  # a table of records does not need the data that they were made of
         self.recorded = recorded_model(known)
         self.texts = Texts({record["facts"].get("text_digest") for record in known} - {None})
