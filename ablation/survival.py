@@ -172,7 +172,8 @@ def main(cfg: SurvivalConfig) -> None:
     arms = study["results"]["arms"]
     if not cfg.losses and (not cfg.levels or not all(0 < level <= 1 for level in cfg.levels)):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
-    records, checks = records_of(folder, Path(cfg.records) / folder.name), {}
+    of, checks = [*(study["config"].get("records_of") or []), folder.name], {}
+    records = records_of(folder, *(Path(cfg.records) / name for name in of))
     key, kept, what = ("val_loss", "val", "validation loss") if cfg.losses else ("needle_acc", "needle", "needle accuracy")
     for name in [run["run"] for arm in arms for run in arm["runs"]]:
         lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if key in line]
