@@ -236,4 +236,4 @@ class Study:
         elif peak:
             time = f"{sum(work) / peak / 3600 / 0.4:.1f} h at 40 % MFU of {peak / 1e12:.0f} TFLOP/s (tier.peak_flops)"
         tuning_runs = f" ({len(tuning_work)} of them or more for the tuning)" if tuning_work else ""
-        print(f"{self.name}: {len(work)} runs left{tuning_runs}: {time}", flush=True)
+        print(f"{self.name}: {len(work)} runs left{tuning_runs}: {time}; a log of each in {self.folder / 'logs'}", flush=True)

@@ -192,7 +192,7 @@ def test_a_study_tells_its_costs_and_trains_trunks_first(shards: Path, tmp_path:
     Study(cfg, "study").print_costs()
     printed = capsys.readouterr().out
     assert printed.startswith("study: 28 runs left (16 of them or more for the tuning): ")
-    assert printed.endswith(" h at 40 % MFU of 989 TFLOP/s (tier.peak_flops)\n")
+    assert printed.endswith(f" h at 40 % MFU of 989 TFLOP/s (tier.peak_flops); a log of each in {tmp_path}/study/logs\n")
     cfg.tune = TuneConfig()
     study = Study(cfg, "study")
     work = {run.name: run.work for run in study.runs()}
