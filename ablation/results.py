@@ -47,14 +47,13 @@ class Results:
             "overlap": overlap or {},
             "notes": remarks,
         }
-        if documents := [one for metric in comparison.compared for one in comparison.over_documents(metric)]:
-            results["over_documents"] = [one.numbers(*DOCUMENTS) for one in documents]
         page = [table for point in comparison.points for table in tables(comparison, point)]
         for name, one in self.profiles.items():
             page += [f"{name}:", *of_profile] if (of_profile := tables(one, comparison.points[-1])) else []
         if alone := [one for metric in self.cfg.forest for one in comparison.alone(metric)]:
             page.append(study_tables.difference_table(alone, "part, paired by seed (forest.png)"))
-        if documents:
+        if documents := [one for metric in comparison.compared for one in comparison.over_documents(metric)]:
+            results["over_documents"] = [one.numbers(*DOCUMENTS) for one in documents]
             page.append(study_tables.difference_table(documents, "part, paired by document"))
         by_seed = [study_tables.table_by_seed(comparison, point) for point in comparison.points]
         page += [*study_tables.remarks(comparison), *filter(None, by_seed), study_tables.overview(comparison)]
