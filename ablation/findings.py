@@ -7,9 +7,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ablation.records import Record, records_of
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from eval.common import say
+from eval.report.runs import ablation_in
 
 
 @dataclass
@@ -18,6 +20,19 @@ class FindingsConfig:
 
     ablation: str = MISSING
     out: str | None = None
+
+
+@dataclass
+class RecordedConfig(FindingsConfig):
+    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
+
+
+def read_study(cfg: RecordedConfig) -> tuple[dict[str, Any], dict[str, Record]]:
+    """The ablation's JSON, and the records of its runs by name, those of the studies in its `records_of` first."""
+    folder = Path(cfg.ablation)
+    study = ablation_in(folder)
+    names = (*(study["config"].get("records_of") or ()), folder.name)
+    return study, records_of(folder, *(Path(cfg.records) / name for name in names))
 
 
 def write_findings(kind: str, cfg: FindingsConfig, results: dict[str, Any], table: str, draw: Callable[[Path], None]) -> None:

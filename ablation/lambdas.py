@@ -7,26 +7,20 @@ have been trained with monitor.every=N. Writes lambdas.json, lambdas.md and figu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from ablation.findings import FindingsConfig, write_findings
-from ablation.records import Record, records_of
+from ablation.findings import RecordedConfig, read_study, write_findings
+from ablation.records import Record
 from configs import command
 from configs.files import read_json_lines
 from eval.common import figure
-from eval.report.runs import ablation_in, colours_of
+from eval.report.runs import colours_of
 from eval.report.tables import markdown
 from training.monitor import last_lambdas
-
-
-@dataclass
-class LambdasConfig(FindingsConfig):
-    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
 
 
 def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]) -> Iterator[dict[str, Any]]:
@@ -73,11 +67,11 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
         axes[0, 0].set(ylabel="lambda (below 0: added)")
 
 
-@command("lambdas", LambdasConfig)
-def main(cfg: LambdasConfig) -> None:
-    folder = Path(cfg.ablation)
-    arms = ablation_in(folder)["results"]["arms"]
-    rows = list(rows_of(arms, folder, records_of(folder, Path(cfg.records) / folder.name)))
+@command("lambdas", RecordedConfig)
+def main(cfg: RecordedConfig) -> None:
+    study, records = read_study(cfg)
+    folder, arms = Path(cfg.ablation), study["results"]["arms"]
+    rows = list(rows_of(arms, folder, records))
     if not rows:
         raise ValueError(f"{folder} has no reading of lambda: train a differential arm with 'train=[\"monitor.every=100\"]'")
     shades = colours_of(arms)

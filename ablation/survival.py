@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ablation.findings import FindingsConfig, write_findings
-from ablation.records import records_of
+from ablation.findings import RecordedConfig, read_study, write_findings
 from configs import command
 from configs.files import read_json_lines
 from eval.common import figure
-from eval.report.runs import ablation_in, colours_of
+from eval.report.runs import colours_of
 from eval.report.statistics import holm
 from eval.report.tables import markdown
 
@@ -39,8 +38,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class SurvivalConfig(FindingsConfig):
-    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
+class SurvivalConfig(RecordedConfig):
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])  # needle accuracies at which a run arrives
     losses: list[float] = field(default_factory=list)  # in place of `levels`, validation losses at which a run arrives
 
@@ -167,13 +165,10 @@ def draw(path: Path, what: str, levels: dict[str, list[Row]], shades: dict[str, 
 
 @command("survival", SurvivalConfig)
 def main(cfg: SurvivalConfig) -> None:
-    folder = Path(cfg.ablation)
-    study = ablation_in(folder)
-    arms = study["results"]["arms"]
+    study, records = read_study(cfg)
+    folder, arms, checks = Path(cfg.ablation), study["results"]["arms"], {}
     if not cfg.losses and (not cfg.levels or not all(0 < level <= 1 for level in cfg.levels)):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
-    of, checks = [*(study["config"].get("records_of") or []), folder.name], {}
-    records = records_of(folder, *(Path(cfg.records) / name for name in of))
     key, kept, what = ("val_loss", "val", "validation loss") if cfg.losses else ("needle_acc", "needle", "needle accuracy")
     for name in [run["run"] for arm in arms for run in arm["runs"]]:
         lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if key in line]

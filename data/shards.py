@@ -129,10 +129,7 @@ class Shard:
 
 
 class TextTokens:
-    """Tokens (n,) in memory, with the methods that read a shard. sha256: digest of their text, whatever the tokenizer.
-
-    documents (n,): the number of each token's document.
-    """
+    """Tokens (n,) in memory, read as a shard is. sha256: of their text; documents (n,): the number of each token's document."""
 
     def __init__(self, tokens: np.ndarray, sha256: str = "", documents: np.ndarray | None = None) -> None:
         self.tokens, self.sha256, self.documents = tokens, sha256, documents

@@ -62,18 +62,18 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     return np.stack([windows.window(int(index)) for index in chosen])
 
 
-def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str], np.ndarray]:
+def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict, np.ndarray | None]:
     """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives.
 
-    Then the number of the document, from 1, of each token (n, T + 1) of the windows; of shards 0 for all.
+    At the end the numbers (n, T + 1) of the documents that the tokens are from; None for shards.
     """
     parts, length = common.evaluation_tokens(run, cfg), cfg.length or run.model.cfg.context
     name, about = common.claim_result(evaluation, cfg, common.content_of(parts))
-    windows = cut_windows(parts, length, cfg.tokens)
-    if not cfg.text:
-        return windows, name, about, np.zeros_like(windows)
-    documents = cut_windows([TextTokens(parts[0].documents)], length, cfg.tokens)
-    return windows, name, about | {"text_sha256": parts[0].sha256}, documents
+    documents = None
+    if cfg.text:
+        about["text_sha256"] = parts[0].sha256
+        documents = cut_windows([TextTokens(parts[0].documents)], length, cfg.tokens)
+    return cut_windows(parts, length, cfg.tokens), name, about, documents
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
@@ -155,9 +155,8 @@ def recalled(losses: np.ndarray, windows: np.ndarray, vocab_size: int, frequent:
 def by_document(losses: np.ndarray, documents: np.ndarray) -> dict[str, dict[str, float]]:
     """Mean loss in each document, from losses and numbers of documents (n, T); nothing for one document or very many."""
     numbers, which, tokens = np.unique(documents, return_inverse=True, return_counts=True)
-    means = np.bincount(which.ravel(), losses.ravel()) / tokens
-    several = 2 <= len(numbers) <= DOCUMENTS
-    return {"by_document": dict(zip(map(str, numbers), means.tolist(), strict=True))} if several else {}
+    means = (np.bincount(which.ravel(), losses.ravel()) / tokens).tolist()
+    return {"by_document": dict(zip(map(str, numbers), means, strict=True))} if 2 <= len(numbers) <= DOCUMENTS else {}
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:

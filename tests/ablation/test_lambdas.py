@@ -45,7 +45,7 @@ def test_the_last_reading_counts_and_rows_count_what_adds_and_what_outweighs(tmp
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     arms = [{"name": "diff", "arm": "diff", "point": "", "variant": "diff", "runs": [{"run": "diff-s1"}]}]
-    (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": arms}}))
+    (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "config": {}, "results": {"arms": arms}}))
     assert "monitor.every=100" in refused(lambdas, f"ablation={tmp_path}")
     write(tmp_path / "diff-s1", of(0.3, -0.2))
     call(lambdas, f"ablation={tmp_path}", f"out={tmp_path / 'out'}")
