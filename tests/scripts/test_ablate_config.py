@@ -28,7 +28,7 @@ from training.run import TrainConfig
 ARMS = ("baseline", "gated", "diff", "diff_v2")
 # By name, so that a user's file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
-OF_MAIN = "main main_controls main_paths main_lr main_42m main_family answer pretrained"
+OF_MAIN = "main main_controls main_paths main_lr main_42m main_42m_rates main_family answer pretrained"
 EXPERIMENTS = (*OF_MAIN.split(), *STUDIES.split())
 SIZES = {"cpu": (1.05e6, "16", "16"), "cpu_long": (1.05e6, "8", "32"), "gpu": (29.4e6, "16", "48")}
 SIZES |= {"gpu_12m": (11.8e6, "16", "32")}
@@ -71,7 +71,7 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | 
             (reference,) = (other for other in arms if other.name == arm.reference)
             assert reference.point == arm.point and reference.arm == next(iter(cfg.arms))
             model, other = (asdict(runs[f"{name}-s1"].config.model) for name in (arm.name, reference.name))
-            assert experiment == "main_lr" or model != other  # its arms differ in their rates alone
+            assert experiment in ("main_lr", "main_42m_rates") or model != other  # their arms differ in their rates alone
     shapes = {arm.name: tuple(arm.facts[key] for key in ("heads", "d", "head_norm")) for arm in arms}
     if experiment == "ablation_v1" and tier:
         assert SIZES[tier] == (pytest.approx(arms[0].facts["params_non_embedding"], rel=0.01), *shapes["baseline"][:2])
