@@ -122,14 +122,14 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     length = cfg.length or context
     masses, shapes, sink = [], [], {}
     with common.progress("attention noise", len(cfg.depths) + 2) as bar:
+        for size in sorted({min(SINK_LENGTH, context), context}):
+            sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
+            bar.update()
         for depth in cfg.depths:
             contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
             mass, shape, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
             masses.append(mass)
             shapes.append(shape)
-            bar.update()
-        for size in sorted({min(SINK_LENGTH, context), context}):
-            sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
     signed = all(block.attention.row_sums != "any" for block in model.blocks)
     results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed)

@@ -33,7 +33,7 @@ from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
 Axes = Any  # matplotlib's, which is imported where a figure is drawn
-LOGITS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
+FLOATS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 LOGITS_IN_CACHE = 2**20  # the same on a CPU: 4 MB stay in its cache, and the next operations take half the time
 HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
@@ -45,7 +45,7 @@ INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name so
 
 @dataclass
 class EvalConfig:
-    """run: the run's folder. batch: sequences per forward pass, or fewer where their logits would not fit in memory."""
+    """run: the run's folder. batch: sequences per forward pass, or fewer where their activations would not fit in memory."""
 
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
@@ -86,7 +86,7 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         encoded = [np.array((tokenizer.eot, *tokenizer.encode(document))) for document in documents]
         numbers = np.repeat(np.arange(1, len(encoded) + 1), [len(tokens) for tokens in encoded])
-        sha256 = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+        sha256 = hashlib.sha256("\0".join(documents).encode(errors="replace")).hexdigest()  # of lone surrogates
         return [TextTokens(np.concatenate(encoded), sha256, numbers)]
     folder = Path(shards)
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
@@ -104,20 +104,22 @@ def read_documents(text: str) -> list[str]:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
         raise type(error)(wrong.replace("path=", "text=") + fix) from None
-    if not any(document.strip() for document in documents):
+    if not documents:
         raise ValueError(f"{text} is empty: give text= a file with text in it")
     return documents
 
 
 def haystack(run: LoadedRun, parts: Sequence[Shard | TextTokens]) -> np.ndarray:
     """(n,) token ids of the text `parts`, to hide needles in; one document for a model with a document mask."""
-    text = np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in parts])[:HAYSTACK_TOKENS]
+    text = np.empty(0, dtype=np.int64)
+    for part in parts:
+        text = np.concatenate((text, part.read(0, HAYSTACK_TOKENS - len(text))))
     return as_one_document(text, run.tokenizer) if run.model.cfg.document_mask else text
 
 
 def batches(rows: Sequence[Any], size: int, floats: int) -> Iterator[Sequence[Any]]:
     """Cut `rows` into parts of at most `size` rows, or fewer where `floats` numbers per row exceed the memory."""
-    size = max(1, min(size, LOGITS_IN_MEMORY // floats))
+    size = max(1, min(size, FLOATS_IN_MEMORY // floats))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 

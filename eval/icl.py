@@ -109,7 +109,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def load_task(cfg: IclConfig) -> Task:
-    """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
+    """The task that the configuration names. Raises ValueError for files in a wrong format, or if test= has other labels."""
     if cfg.examples is None and cfg.test:
         raise ValueError("test= needs a file of demonstrations: give examples=FILE, too")
     if cfg.examples is None:
@@ -207,13 +207,8 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     classes, queries = len(episodes[0].labels), len(episodes[0].questions)
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}
     results |= {key: rows[-1][key] for key in ("accuracy", "se")}
-    digest = hashlib.sha256(b"".join(map(spelled_out, episodes))).hexdigest()
+    digest = hashlib.sha256("".join(json.dumps(asdict(episode)) for episode in episodes).encode()).hexdigest()
     return results | {"sha256": digest, "queries": queries, "shots": rows}
-
-
-def spelled_out(part: Task | Episode) -> bytes:
-    """Demonstrations and questions of a task or an episode as bytes, for a digest."""
-    return json.dumps(asdict(part)).encode()
 
 
 def summary(episodes: Sequence[Episode], scores: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -270,7 +265,7 @@ def main(cfg: IclConfig) -> None:
     common.check_different("shots", cfg.shots, "[1,2,4,8]")
     task = load_task(cfg)
     run = common.open_run(cfg)
-    name, about = common.claim_result("icl", cfg, [spelled_out(task)])
+    name, about = common.claim_result("icl", cfg, [Path(file).read_bytes() for file in (cfg.examples, cfg.test) if file])
     results = evaluate(run, task, cfg) | about
     what, chance = task.name, f"(chance {results['chance']:.3f})"
     accuracies = {row["shots"]: plus_minus(row["accuracy"], row["se"]) for row in results["shots"]}

@@ -12,7 +12,7 @@ Writes eval/needle.json and figures/needle.png; for a given text, as eval.perple
 import contextlib
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,13 +57,11 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, An
     pairs = cfg.pairs or ONE
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
     grid = [Cell(length, depth, n, r) for n, r in pairs for length in lengths for depth in cfg.depths]
-    for cell in grid:  # an impossible cell is refused before the others are measured
-        needle_contexts(run, hay, replace(cfg, samples=1), cell)
+    contexts = [needle_contexts(run, hay, cfg, cell) for cell in grid]  # an impossible cell is refused before any is measured
     cells = []
     with common.progress("needle", len(grid)) as bar:
-        for cell in grid:
-            contexts = needle_contexts(run, hay, cfg, cell)
-            cells.append(cell._asdict() | evaluate_cell(run, contexts, cfg.batch))
+        for cell, of_cell in zip(grid, contexts, strict=True):
+            cells.append(cell._asdict() | evaluate_cell(run, of_cell, cfg.batch))
             bar.update()
     by_pair = [{"needles": n, "asked": r} | summary(cells_of(cells, n, r)) for n, r in pairs]
     return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context}

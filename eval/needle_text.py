@@ -74,8 +74,8 @@ def needle_queries(
         room = cell.length - 1 - sum(len(other.tokens) for other in facts) - len(fact.tokens)
         if not 0 <= room <= len(haystack) - start:
             fit = f"length={cell.length}, or the text of {len(haystack)} tokens"
-            fix = "use a longer length, fewer needles or a longer haystack"
-            raise ValueError(f"{cell.needles} needles and their question do not fit {fit}: {fix}")
+            fix = "use a longer length, fewer needles or a longer text=FILE"
+            raise ValueError(f"needles={cell.needles} and a question do not fit {fit}: {fix}")
         hay = haystack[start : start + room]
         text, starts = hide(hay, order, depths, sentence_ends(tokenizer), max(32, room / 10))
         first = 1 + starts[0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from configs import command
 from eval import common
-from eval.common import LOGITS_IN_MEMORY, TextEvalConfig
+from eval.common import FLOATS_IN_MEMORY, TextEvalConfig
 from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
@@ -85,7 +85,7 @@ def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
 
 def maps_that_fit(model: nn.Module, length: int, batch: int) -> int:
     """The number of sequences, at most `batch`, for which several dense copies of a layer's maps fit in memory."""
-    return max(1, min(batch, LOGITS_IN_MEMORY // (8 * model.cfg.n_head * length**2)))
+    return max(1, min(batch, FLOATS_IN_MEMORY // (8 * model.cfg.n_head * length**2)))
 
 
 @torch.inference_mode()

@@ -51,7 +51,7 @@ class PerplexityConfig(TextEvalConfig):
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     """(n, length + 1) token ids: windows side by side, none across two parts; at even distances if `limit` is exceeded."""
-    longest = max((len(part) for part in parts), default=0)
+    longest = max(map(len, parts))
     if longest <= length:
         wrong = f"the text has {longest} tokens and a window needs {length + 1}: give more text"
         raise ValueError(wrong + (f", or length={longest - 1}" if longest > 1 else ""))

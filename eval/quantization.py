@@ -52,13 +52,12 @@ def quantized(model: nn.Module, bits: int | None) -> AbstractContextManager[None
 
 def evaluate(model: nn.Module, windows: np.ndarray, cfg: QuantizationConfig) -> dict[str, Any]:
     """Loss as trained and at each number of bits, with the paired change."""
-    losses, rows = [], []  # losses of the windows as trained, then for each of cfg.bits
-    few = maps_that_fit(model, windows.shape[1] - 1, cfg.batch)
-    for bits in (None, *cfg.bits):
+    few, losses = maps_that_fit(model, windows.shape[1] - 1, cfg.batch), {}
+    for bits in (None, *cfg.bits):  # None: as trained
         with quantized(model, bits):
-            losses.append(window_losses(model, windows, few, model.cfg.vocab_size).mean(1).numpy())
-    plain, *rounded = losses
-    for bits, values in zip(cfg.bits, rounded, strict=True):
+            losses[bits] = window_losses(model, windows, few, model.cfg.vocab_size).mean(1).numpy()
+    plain, rows = losses.pop(None), []
+    for bits, values in losses.items():
         change, se = mean_se(values - plain)
         rows.append({"bits": bits, "loss": float(values.mean()), "loss_change": change, "loss_change_se": se})
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "sha256": digest(windows)}

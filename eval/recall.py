@@ -61,7 +61,7 @@ def bigram_counts(shards: Sequence[Shard], wanted: np.ndarray, vocab_size: int) 
     with progress("bigrams in training", sum(map(len, shards))) as bar:
         for shard in shards:
             for start in range(0, len(shard), CHUNK):
-                tokens = shard.read(start, min(start + CHUNK + 1, len(shard)))
+                tokens = shard.read(start, start + CHUNK + 1)
                 codes = np.sort(ngram_codes(tokens, 2, vocab_size).astype(narrow))
                 counts += np.searchsorted(codes, wanted, "right") - np.searchsorted(codes, wanted, "left")
                 bar.update(min(CHUNK, len(shard) - start))

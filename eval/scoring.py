@@ -9,7 +9,6 @@ the cache of that question. The output head computes logits only at the position
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +59,10 @@ def score_jobs(model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable
     # Prefixes with several questions share a batch only if they are equally long. Otherwise each question of a longer
     # prefix would read the rest of that prefix again.
     kinds = [(len(job.continuations), len(job.prefix) if len(job.questions) > 1 else 0) for job in jobs]
-    for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
+    longest = max((len(job.prefix) for job in jobs), default=1) + question + answer
+    floats = max(longest * floats_per_token(model.cfg), (question + answer) * model.cfg.vocab_size)
+    order = sorted(range(len(jobs)), key=lambda i: (kinds[i], len(jobs[i].prefix)))
+    for part in (part for _, alike in groupby(order, key=kinds.__getitem__) for part in batches(list(alike), batch, floats)):
         texts = [jobs[i].prefix for i in part]
         count = kinds[part[0]][0]  # continuations of each question
         start = Reading(model, KVCache(max(map(len, texts)) + question + answer), 0, texts)
@@ -150,17 +152,6 @@ def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
         copy.slots[slot] = tuple(F.pad(part, (0, 0, 0, max_length - cache.length)) for part in read)
     copy.tokens = None if cache.tokens is None else cache.tokens[rows]
     return copy
-
-
-def _by_length(
-    model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int, kinds: Sequence[Any]
-) -> Iterator[Sequence[int]]:
-    """The prompts' numbers in batches of one kind and of similar lengths that fit in memory."""
-    longest = max(map(len, prompts), default=1) + new_tokens
-    floats = max(longest * floats_per_token(model.cfg), new_tokens * model.cfg.vocab_size)
-    order = sorted(range(len(prompts)), key=lambda i: (kinds[i], len(prompts[i])))
-    for _, alike in groupby(order, key=lambda i: kinds[i]):
-        yield from batches(list(alike), batch, floats)
 
 
 def floats_per_token(cfg: DecoderConfig) -> int:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class ViewerConfig:
 
     runs: list[str] = MISSING
     out: str = "viewer.html"  # the HTML file to write
-    length: int = 96
+    length: Annotated[int, "[2, inf)"] = 96
     prompt: str | None = None  # another text, as the first example
     text: str | None = None
     device: str = "auto"  # auto | cpu | cuda
@@ -105,8 +105,6 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
     """A needle at each depth, a piece of text, and the prompt, all short enough for every model's context."""
     run, context = runs[0], min(run.model.cfg.context for run in runs)
     length = min(cfg.length, context)
-    if length < 2:
-        raise ValueError(f"length={cfg.length} is too short for an example: use length=96")
     hay = haystack(run, evaluation_tokens(run, TextEvalConfig(run=str(run.path), text=cfg.text)))
     made = [_needle(run, hay, length, depth) for depth in DEPTHS]
     texts = {"text": hay[1:length]}
@@ -126,7 +124,7 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float) -> Examp
     tokens = np.concatenate((query.prompt, query.candidates[0]))  # the right answer
     names = ("first token", "context before", "needle", "context after", "question", "answer")
     start, stop = query.needle
-    ends = (0, min(1, start), start, stop, query.question, len(query.prompt), len(tokens))
+    ends = (0, 1, start, stop, query.question, len(query.prompt), len(tokens))
     spans = {name: span for name, span in zip(names, itertools.pairwise(ends), strict=True) if span[0] < span[1]}
     return Example(f"needle at {100 * depth:g} % of the context", tokens, spans, len(query.prompt) - 1)
 

@@ -67,10 +67,9 @@ def run_folders(given: list[Any]) -> list[str]:
 
 
 def shortened(arms: list[Arm]) -> list[Arm]:
-    short = dict(zip((arm.name for arm in arms), short_labels([arm.name for arm in arms]), strict=True))
-    for arm in arms:
-        arm.name = arm.arm = short[arm.name]
-        arm.reference = arm.reference and short[arm.reference]
+    for arm, short in zip(arms, short_labels([arm.name for arm in arms]), strict=True):
+        arm.name = arm.arm = short
+        arm.reference = arm.reference and arms[0].name  # which is short by now
     return arms
 
 

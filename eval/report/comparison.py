@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from eval.report.differences import Model, by_seed, contrasts, long_table
+from eval.report.differences import MixedModel, by_seed, contrasts, long_table
 from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import PAIRED, Difference, correct, geometric_interval, mean_sd, paired, power_law, size_ratio
 
@@ -36,7 +36,7 @@ class Comparison:
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     horizons: bool = False
     covariate: str | None = None
-    models: dict[str, dict[str, Model]] = field(default_factory=dict)
+    models: dict[str, dict[str, MixedModel]] = field(default_factory=dict)
     effects: list[Difference] = field(default_factory=list)
     pairs: list[Difference] = field(default_factory=list)
 
@@ -67,14 +67,14 @@ class Comparison:
                 values, covariates = at.get((metric, point)), at.get((covariate, point))
                 if values is None or (covariate and covariates is None):
                     continue
-                model = Model(values, covariates, metric=metric + kind, kind=kind, point=point)
+                model = MixedModel(values, covariates, metric=metric + kind, kind=kind, point=point)
                 if model.enough and model.reference in references:
                     of_points[point] = model
                     self.effects += model.effects.values()
                 if kind != FLOPS and (model.enough or not covariate):
                     self.pairs += self._pairs_of(model, {arm.arm: arm.name for arm in self.arms if arm.point == point})
 
-    def _pairs_of(self, model: Model, names: Mapping[str, str]) -> list[Difference]:
+    def _pairs_of(self, model: MixedModel, names: Mapping[str, str]) -> list[Difference]:
         """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
         arms = {part: [names.get(family) for family in families] for part, families in self.parts.items()}
         pairs = [model.less(*of, part=part) for part, of in arms.items() if all(arm in model.values for arm in of)]
@@ -154,7 +154,7 @@ class Comparison:
         return {"mixed": mixed, "pairs": pairs}
 
 
-def _of_model(model: Model) -> dict[str, Any]:
+def _of_model(model: MixedModel) -> dict[str, Any]:
     effects = {arm: one.numbers(*EFFECT) for arm, one in model.effects.items()}
     return model.summary() | {"effects": effects, "bartlett_p": model.bartlett_p, "slope": model.slope}
 

@@ -56,7 +56,7 @@ def paired_arms(values: pd.DataFrame, arm: str, other: str, **place: str) -> Dif
     return paired(list(less.values()), by_seed=less, arm=arm, reference=other, **place) if less else None
 
 
-class Model:
+class MixedModel:
     """A metric at one point. values: a row per seed, a column per arm, the reference first; nan where there is no run.
 
     beta[0] is the reference's mean, beta[i] arm i less it. error: the error's variance, 0 where it cannot be estimated: of

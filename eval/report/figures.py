@@ -47,7 +47,7 @@ def slug(text: str) -> str:
 
 def _frame(ax: Axes, shown: list[float]) -> None:
     """Axis limits around the losses `shown`, which cut off the first steps and diverged runs."""
-    shown = [loss for loss in shown if np.isfinite(loss)] or [0.0, 1.0]
+    shown = shown or [0.0, 1.0]
     span = max(max(shown) - min(shown), 1e-3)
     ax.set_ylim(min(shown) - 0.05 * span, max(shown) + 0.05 * span)
 
@@ -68,7 +68,7 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
         ax = axes[0, 0]
         for arm in arms:
             runs = [run for run in arm.runs if run.train]
-            if not runs:
+            if not (runs := [run for run in runs if not run.diverged] or runs):
                 continue
             mean = band(ax, arm, [_training_curve(run, key) for run in runs])
             by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in runs]
@@ -119,10 +119,9 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Differe
             if of_panel:
                 ax.set_xlim(*_readable_limits(of_panel))
         first = next((arm for arm in arms if not arm.reference), arms[0])
-        reference = first.arm if first.point else first.name
         pooled = any(one.se for of_panel in panels.values() for one in of_panel)
         line = f"line: 95 %, {'all arms at once' if pooled else 'paired by seed'}"
-        axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; {line})")
+        axes[-1, 0].set_xlabel(f"arm less {first.arm}\n(dot: seed; diamond: mean; {line})")
 
 
 def _readable_limits(differences: list[Difference]) -> tuple[float, float]:

@@ -28,7 +28,7 @@ LOSSES = {  # row of the headline table -> metric path
     "loss on recalled tokens that are rare in training": "perplexity.recall.rare_hit.loss",
     "loss on all other tokens": "perplexity.recall.other.loss",
 }
-READINGS = ("signed", "absolute", "signed_per_layer")  # of attention_noise (docs/METHODS.md, 7.3)
+SHOWN_READINGS = ("signed", "absolute", "signed_per_layer")  # of attention_noise (docs/METHODS.md, 7.3)
 # The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
     "test loss (nats per token)": "test loss",
@@ -116,7 +116,7 @@ def headline_table(arms: list[Arm]) -> list[Row]:
     for name, text in arms[0].runs[0].texts_in_common.items():
         rows.append(row("Loss", f"bits per byte of {text}", at(f"{name}.bits_per_byte"), better="lower"))
     rows += _needle_rows(arms)
-    for reading in READINGS:
+    for reading in SHOWN_READINGS:
         for what, key, better in (("attention to the answer", "answer", "higher"), ("attention noise", "noise", "lower")):
             read = at(f"attention_noise.{reading}.mean.{key}")
             rows.append(row("Attention", f"{what}, {reading.replace('_', ' ')}", read, better=better))
@@ -270,7 +270,7 @@ def _verdict(headlines: list[Difference]) -> str:
         return ": the two arms have no number in common for a common seed."
     n = max(one.n for one in headlines)
     if n == 1:
-        numbers = ", ".join(f"{HEADLINES.get(one.metric, one.metric)} {minus(f'{one.mean:+.3f}')}" for one in headlines)
+        numbers = ", ".join(f"{HEADLINES.get(one.metric, one.metric)} {minus(f'{one.mean:+z.3f}')}" for one in headlines)
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
     clear, unclear = [], []
     for one in headlines:
@@ -297,7 +297,7 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     kept = [run for arm in arms for run in arm.runs]
     only = "the runs have different tokenizers or training texts, so only the bits per byte of a common text are compared"
     lines = [only] * bool(runs[0].texts_in_common)
-    lines += [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
+    lines += [line for run in runs for line in _notes_of(run, run in kept)]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
     if mixed := mixed_precision(kept):

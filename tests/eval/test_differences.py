@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from eval.report.differences import Model, largest_t, welch_p
+from eval.report.differences import MixedModel, largest_t, welch_p
 from eval.report.statistics import Difference, detectable_effect, paired
 from eval.report.study_tables import difference_table
 
@@ -44,7 +44,7 @@ def test_a_balanced_study_is_the_textbooks_two_way_table() -> None:
     y = values.to_numpy().T
     rest = y - y.mean(1, keepdims=True) - y.mean(0, keepdims=True) + y.mean()
     error = (rest**2).sum() / (3 * 4)
-    model = Model(values)
+    model = MixedModel(values)
     effects, summary = model.effects, model.summary()
     assert model.df == 12 and summary["sd"] == pytest.approx(math.sqrt(error), rel=1e-2)  # the ratio lies on a grid
     assert effects["b"].mean == pytest.approx(y[1].mean() - y[0].mean(), abs=1e-9)
@@ -57,7 +57,7 @@ def test_intervals_cover_all_arms_at_once_and_p_values_are_theirs() -> None:
     """An interval of all arms at once without 0 has p below 5 %, and such a p is larger than that of the arm alone."""
     truth, covered = {"a": 0.0, "b": 0.0, "c": 0.1, "d": -0.1, "e": 0.0}, 0
     for draw in range(40):
-        model = Model(study(truth, 5, 0.05, 0.05, draw))
+        model = MixedModel(study(truth, 5, 0.05, 0.05, draw))
         covered += all(effect.low <= truth[arm] <= effect.high for arm, effect in model.effects.items())
         for effect in model.effects.values():
             alone = 2 * stats.t.sf(abs(effect.mean) / effect.se, model.df)
@@ -68,15 +68,15 @@ def test_intervals_cover_all_arms_at_once_and_p_values_are_theirs() -> None:
 def test_arms_with_fewer_seeds_join_the_pooled_error() -> None:
     values = study(THREE, 5, 0.01, 0.0, 1)
     values["late"] = pd.Series([4.06, 4.04, 4.06])
-    model = Model(values)
-    late, alone = model.effects["late"], Model(values[list(THREE)]).summary()
+    model = MixedModel(values)
+    late, alone = model.effects["late"], MixedModel(values[list(THREE)]).summary()
     assert model.df == 18 - 4 - 5 + 1 and late.se > model.effects["b"].se and late.n == 3
     of_pairs = detectable_effect(alone["df"] + 1) * math.sqrt(alone["df"] + 1)
     assert alone["detectable"] == pytest.approx(alone["sd"] * math.sqrt(2 / 5) * of_pairs, rel=1e-2)
 
 
 def test_a_single_arm_has_students_t() -> None:
-    model = Model(pd.DataFrame({"a": {1: 4.0, 2: 4.1, 3: 4.3}, "b": {1: 3.9, 2: 4.05, 3: 4.18}}))
+    model = MixedModel(pd.DataFrame({"a": {1: 4.0, 2: 4.1, 3: 4.3}, "b": {1: 3.9, 2: 4.05, 3: 4.18}}))
     effect, alone = model.effects["b"], paired([-0.1, -0.05, -0.12])
     assert model.summary()["critical"] == pytest.approx(4.302653, abs=1e-6)  # of printed tables, 2 degrees of freedom
     assert (effect.low, effect.high) == (effect.own_low, effect.own_high) and model.bartlett_p is None
@@ -86,17 +86,17 @@ def test_a_single_arm_has_students_t() -> None:
 
 def test_where_the_arms_differ_in_their_spread_welchs_test_stands_beside() -> None:
     values = study(FOUR, 5, 0.01, 0.0, 2)
-    alike = Model(values)
+    alike = MixedModel(values)
     assert alike.bartlett_p > 0.05 and not alike.spreads_differ and alike.less("b", "c").p_welch is None
     values["d"] = 4.1 + 20 * (values["d"] - 4.1)
-    model = Model(values)
+    model = MixedModel(values)
     assert model.bartlett_p == stats.bartlett(*(values[arm] for arm in "abcd")).pvalue < 0.001 and model.spreads_differ
     pair = model.less("b", "c")  # two arms of a small spread
     assert pair.p_welch == stats.ttest_ind(values["b"], values["c"], equal_var=False).pvalue < 0.001 < pair.p
     values["d"] = 1.0
     with warnings.catch_warnings():  # none of scipy's about equal values
         warnings.simplefilter("error")
-        assert Model(values).bartlett_p == 0.0
+        assert MixedModel(values).bartlett_p == 0.0
         assert welch_p(pd.Series([1.0, 1.0]), pd.Series([1.0, 1.0])) is None
         assert welch_p(pd.Series([1.0]), pd.Series([1.0, 2.0])) is None
 
@@ -115,33 +115,35 @@ def test_a_covariate_is_least_squares_with_one_more_column_and_runs_without_it_a
     arm, seed = np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4)
     design = np.column_stack((np.eye(4)[arm], np.eye(8)[seed][:, 1:], x.to_numpy().T.ravel()))
     beta, rest, *_ = np.linalg.lstsq(design, values.to_numpy().T.ravel(), rcond=None)
-    alone, model = Model(values), Model(values, x)
+    alone, model = MixedModel(values), MixedModel(values, x)
     assert model.slope == pytest.approx(beta[-1], abs=2e-3) and alone.slope is model.bartlett_p is None
     assert model.summary()["sd"] == pytest.approx(math.sqrt(rest[0] / (32 - 12)), rel=0.02) and model.df == alone.df - 1 == 20
     assert [model.effects[arm].mean for arm in "bcd"] == pytest.approx(list(beta[1:4] - beta[0]), abs=2e-3)
     assert alone.summary()["sd"] > 0.05  # what the covariate takes out of the error
     values, x = with_covariate(5)
     x.loc[:1, "b"] = np.nan
-    assert Model(values, x).effects["b"].n == 5 - 2
+    assert MixedModel(values, x).effects["b"].n == 5 - 2
     x["a"] = np.nan
-    assert Model(values, x).reference == "b"
+    assert MixedModel(values, x).reference == "b"
 
 
 def test_what_cannot_be_fitted_has_no_error() -> None:
     two, missing = {1: 4.0, 2: 4.1}, {1: np.nan, 2: np.nan}
     for values in ({"a": {1: 4.0}, "b": {1: 3.9}}, {"a": two}, {"a": two, "b": missing}):
-        assert not Model(pd.DataFrame(values)).enough
-    of_two_seeds = {arms: Model(study(dict(zip("abcd"[:arms], range(arms), strict=True)), 2, 0.01, 0.0, 3)) for arms in (3, 4)}
+        assert not MixedModel(pd.DataFrame(values)).enough
+    of_two_seeds = {
+        arms: MixedModel(study(dict(zip("abcd"[:arms], range(arms), strict=True)), 2, 0.01, 0.0, 3)) for arms in (3, 4)
+    }
     assert not of_two_seeds[3].enough and of_two_seeds[4].df == 3
     values = study(THREE, 5, 0.01, 0.0, 3)
     for fixed in ({"a": 0.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.5}):  # a covariate that no seed moves
-        assert not Model(values, pd.DataFrame(fixed, index=values.index)).enough
+        assert not MixedModel(values, pd.DataFrame(fixed, index=values.index)).enough
 
 
 def test_a_table_has_a_row_for_each_arm_and_a_column_for_each_metric() -> None:
     values = study(THREE, 5, 0.01, 0.0, 2)
-    b, c = Model(values, metric="loss").effects.values()
-    fewer, _ = Model(values[:3], metric="other").effects.values()
+    b, c = MixedModel(values, metric="loss").effects.values()
+    fewer, _ = MixedModel(values[:3], metric="other").effects.values()
     header, row = difference_table([b, c, fewer], "arm less a").splitlines()[::2]
     assert header == "| arm less a | n | loss | other |"
     assert row == f"| b | 5 / 3 | **{b.mean:+.4f} ({b.low:+.4f} to {b.high:+.4f})** | {fewer.in_bold} |"
