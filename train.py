@@ -89,8 +89,9 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     run = Run(cfg, model, optimizers, guard, tokenizer, world)
     if run.first == cfg.steps:
         signals.say(f"{run.folder}: already done, {run.first} steps")
-        return next(reversed(val_losses(run.folder)), float("nan"))
-    cleanup.enter_context(run)
+        return val_losses(run.folder)[-1]
+    cleanup.push(run)  # before it is entered: it also deletes a folder whose first line could not be written
+    run.__enter__()
     signals.say(run.opening(compiled, micro_batch))
 
     # ---------------------------------------- loop: each turn first measures and saves the model after `step` steps, then

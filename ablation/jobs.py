@@ -79,7 +79,9 @@ def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str
         def work(slot: int) -> None:
             for chain in chains_left:
                 try:
-                    for run in () if failures or pool.stopping else chain:
+                    for run in chain:
+                        if failures or pool.stopping:
+                            return
                         pool.carry_out(run, environment(slot, jobs, gpus))
                         if not pool.stopping:
                             left.remove(run)

@@ -107,6 +107,8 @@ def rows_of(cfg: NgramsConfig, budgets: list[int]) -> Iterator[dict[str, Any]]:
     V = tokenizer.vocab_size
     if V ** max(cfg.orders) >= 2**63:
         raise ValueError(f"orders={cfg.orders} has an order too high for {V} tokens: leave it out")
+    if min(budgets) < cfg.context:
+        raise ValueError(f"tokens={min(budgets)} is less than a window of {cfg.context}: give more, or a smaller context")
     train = Windows(open_split(cfg.shards, "train", vocab_size=V), cfg.context)
     test = cut_windows(tokens_of(tokenizer, cfg.text, cfg.shards), cfg.context, cfg.test_tokens)
     val = cut_windows(tokens_of(tokenizer, None, cfg.shards), cfg.context, cfg.test_tokens // 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ablation import experiment, tuning
 from ablation.experiment import AblateConfig
-from ablation.records import TRIAL, recorded_model, recorded_start, records_of
+from ablation.records import TRIAL, recorded_model, records_of
 from ablation.study import PlannedRun, describe_model, train_config, training_flops, trunk_ended_early, with_values
 from ablation.tuning import Point, Tuned
 from configs import USER_ERRORS, explain
@@ -64,7 +64,7 @@ class Study:
         try:
             config = train_config(overrides)
             if config.init_from and not Path(config.init_from).is_dir():  # on another machine
-                config.model = recorded_start(config.init_from, self.records.values()) or config.model
+                config.model = recorded_model(self.records.values(), config.init_from) or config.model
             known = self.recorded and not self.texts.here(config.data)
             config.model = fill_model(config.model, self.recorded if known else open_tokenizer(config.data))
             return config

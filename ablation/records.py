@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.files import flatten, json_text, read_json_lines, write_atomic
+from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, settings_of
 from model.config import DecoderConfig, decoder_config
 from training.monitor import last_lambdas
@@ -65,7 +65,10 @@ def run_of(record: Record) -> Run:
 
 def recorded_config(record: Record) -> dict[str, Any]:
     """The configuration of a record's run: what the record leaves out has its default, or what train.py fills in."""
-    config = nested({**flatten(_defaults()), **record["config"]})
+    config = asdict(TrainConfig())
+    for key, value in record["config"].items():
+        *groups, last = key.split(".")
+        functools.reduce(lambda group, name: group.setdefault(name, {}), groups, config)[last] = value
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
 
 
@@ -75,14 +78,10 @@ def describes(record: Record, config: TrainConfig) -> bool:
     return same and differing(recorded_config(record)) == differing(asdict(config))
 
 
-def recorded_model(records: Iterable[Record]) -> DecoderConfig | None:
-    """The first record's model; None without records."""
-    return next((decoder_config(recorded_config(record)["model"]) for record in records), None)
-
-
-def recorded_start(init_from: str, records: Iterable[Record]) -> DecoderConfig | None:
-    """The model of the first recorded run that began with `init_from`; None without such a record."""
-    same = (one for one in records if one["config"].get("init_from") == "/".join(Path(init_from).parts[-2:]))
+def recorded_model(records: Iterable[Record], init_from: str | None = None) -> DecoderConfig | None:
+    """The model of the first record, or with `init_from` of the first run that began with it; None without such a record."""
+    begun = init_from and "/".join(Path(init_from).parts[-2:])
+    same = (one for one in records if not begun or one["config"].get("init_from") == begun)
     return next((decoder_config(recorded_config(record)["model"]) for record in same), None)
 
 
@@ -131,18 +130,6 @@ def differing(config: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _defaults() -> dict[str, Any]:
     return asdict(TrainConfig())
-
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *groups, last = key.split(".")
-        place = tree
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
-    return tree
 
 
 def records_of(folder: Path, *kept: Path) -> dict[str, Record]:

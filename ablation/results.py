@@ -14,7 +14,7 @@ from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_gr
 from eval.report.runs import Arm
 
 DOCUMENTS = ("metric", "part", "arm", "reference", "n", "mean", "sd", "low", "high", "p", "p_holm")
-FAMILIES = ("gap_*", "grid_*")  # figures that not every command draws
+FAMILIES = ("gap_*", "grid_*", "forest", "plane")  # figures that not every command draws
 
 
 class Results:

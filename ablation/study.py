@@ -21,12 +21,12 @@ from configs.composing import compose_job, key_of, quoted
 from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
-from data.stream import is_task, trained_on
+from data.stream import is_task, open_tokenizer, trained_on
 from eval.common import OF_A_RUN, result_name
 from eval.report.runs import DIVERGED, Run, read_json, read_run, settings_of
 from eval.texts import Texts
 from model.decoder import Decoder
-from training.checkpoint import checkpoints, folder_name
+from training.checkpoint import checkpoints, of_step
 from training.optim import decay_start
 from training.run import TrainConfig, refuse_other_config, sizes, take_architecture
 
@@ -126,7 +126,7 @@ class PlannedRun:
 
     @property
     def trained(self) -> bool:
-        return [path.name for path in checkpoints(self.folder)][-1:] == [folder_name(self.config.steps)]
+        return checkpoints(self.folder)[-1:] == [of_step(self.folder, self.config.steps)]
 
     @property
     def diverged(self) -> bool:
@@ -186,8 +186,7 @@ class PlannedRun:
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
     """Whether a run diverged before it wrote the checkpoint off which `cfg` would branch."""
-    at = folder_name(decay_start(cfg.steps, cfg.optim))
-    return (trunk / DIVERGED).is_file() and at not in [path.name for path in checkpoints(trunk)]
+    return (trunk / DIVERGED).is_file() and not of_step(trunk, decay_start(cfg.steps, cfg.optim)).is_dir()
 
 
 def training_flops(cfg: TrainConfig, per_token: int) -> float:
@@ -216,7 +215,8 @@ def read_epochs(cfg: TrainConfig) -> float:
     """How often training reads the prepared text; 0 for a task generated during training."""
     if is_task(cfg.data):
         return 0.0
-    tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
+    vocab_size = open_tokenizer(cfg.data).vocab_size  # which says the width of nanoGPT's integers
+    tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train", vocab_size=vocab_size))
     return cfg.steps * cfg.batch_tokens * (1 - cfg.data.retrieval.weight / 100) / tokens
 
 

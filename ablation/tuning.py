@@ -37,10 +37,6 @@ class TuneConfig:
     exchange: bool = False  # whether every arm finally tries the best values of all other arms, too
 
     @property
-    def grid(self) -> dict[str, list[float]]:
-        return dict(zip(self.keys, self.values, strict=False))
-
-    @property
     def fewest(self) -> int:
         """The number of points that an arm tries, if no grid is widened and nothing is exchanged."""
         sizes = [len(values) for values in self.values]
@@ -64,12 +60,12 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
     """Raise ValueError for a wrong grid, or for trials with seeds of the comparison."""
     if len(cfg.keys) != len(cfg.values):
         raise ValueError(f"tune.keys={cfg.keys}, but tune.values has {len(cfg.values)} lists: give one list for each key")
-    for key, values in cfg.grid.items():
+    for key, values in zip(cfg.keys, cfg.values, strict=True):
         if len(values) < 2 or sorted(set(values)) != list(values) or values[0] <= 0:
             raise ValueError(f"tune.values={list(values)} of {key}: give two or more values above 0 in rising order")
-    if unknown := [key for key in cfg.refine if key not in cfg.grid]:
-        raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
-    if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
+    if unknown := [key for key in cfg.refine if key not in cfg.keys]:
+        raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.keys)}")
+    if cfg.keys and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
         raise ValueError(f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison: use tune.seeds=[101]")
 
 
@@ -97,7 +93,7 @@ def beyond(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
     best = min(scores, key=scores.get)
     if best in _search(cfg, scores)[0]:
         return []
-    axes = enumerate(cfg.grid.values())
+    axes = enumerate(cfg.values)
     more = [(axis, value) for axis, grid in axes for value in _beyond(grid, best[axis], [point[axis] for point in scores])]
     return [_moved(best, axis, value) for axis, value in more]
 

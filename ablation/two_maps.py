@@ -33,7 +33,7 @@ class TwoMapsConfig(FindingsConfig):
     device: str = "auto"  # auto | cpu | cuda
 
 
-def read_run(folder: Path, cfg: TwoMapsConfig) -> list[dict[str, Any]]:
+def readings_of(folder: Path, cfg: TwoMapsConfig) -> list[dict[str, Any]]:
     """A reading of each kept checkpoint of the run in `folder`, oldest first."""
     settings = MqarEvalConfig(run=str(folder), samples=cfg.samples, shares=[cfg.share])
     readings = []
@@ -88,7 +88,7 @@ def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None
 def read_arm(folder: Path, arm: dict[str, Any], cfg: TwoMapsConfig) -> dict[str, Any]:
     """The readings of an arm's runs, and their means at every step. ValueError if the runs lack checkpoints of one step."""
     names = [run["run"] for run in arm["runs"] if not run.get("diverged")]  # whose checkpoints end early
-    runs = {name: read_run(folder / name, cfg) for name in names}
+    runs = {name: readings_of(folder / name, cfg) for name in names}
     steps = {name: [reading["step"] for reading in readings] for name, readings in runs.items()}
     for name in names:
         if not steps[name] or steps[name] != steps[names[0]]:

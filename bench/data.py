@@ -48,11 +48,11 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
         for row, source in zip(rows, sources.values(), strict=True):
-            row.facts = waits(step, source, length, cfg.rounds)
+            row.facts = waits(step, source, cfg.rounds)
     return rows
 
 
-def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:
+def waits(step: TrainingStep, source: Source, rounds: int) -> dict[str, float]:
     """How long a step waits for its batch, which is read during the step before: ms, and % of the step."""
     load, waited, taken = Prefetcher(Loader(source, len(step.rows), seed=1)), [], []
     for number in range(rounds + 1):

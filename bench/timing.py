@@ -55,11 +55,11 @@ def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rou
     """
     repeats = {}
     for i, (row, work) in enumerate(zip(rows, works, strict=True)):
-        number = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
-        if isinstance(number, str):
-            row.not_measured[measure] = number
+        calls = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
+        if isinstance(calls, str):
+            row.not_measured[measure] = calls
         else:
-            repeats[i], row.seconds[measure] = number, []
+            repeats[i], row.seconds[measure] = calls, []
     with progress(measure, rounds) as bar:
         for _ in range(rounds):
             for i in list(repeats):

@@ -102,7 +102,7 @@ def nanogpt(folder: str) -> ModuleType:
     return module
 
 
-_step: list[TrainingStep] = []  # the one step of another process
+_step: list[TrainingStep] = []  # in a process of its own: its step
 
 
 def _build(build: Callable, *arguments: Any) -> None:

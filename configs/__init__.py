@@ -33,7 +33,7 @@ LESS_MEMORY = (
 )
 NO_MEMORY = ("can't allocate memory", "bad_alloc")  # in a RuntimeError of torch: of a CPU
 USER_ERRORS = (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException)
-# Hydra must not write a folder and a log: their time-stamped names would differ between the ranks of a run.
+# Hydra must not write a time-stamped folder or a log: their names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
     "run": {"dir": "."},
     "sweep": {"dir": "runs", "subdir": "."},
@@ -90,7 +90,9 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
 
 def with_home(argument: str) -> str:
-    """`path=~/x` with the home folder, also in quotes and in lists."""
+    """`path=~/x` with the home folder, also in quotes and in lists; a prompt stays as it is typed."""
+    if argument.startswith("prompt="):
+        return argument
     return re.sub(r"(?<=[=,\['\"])~(?=/|$)", lambda _: os.path.expanduser("~"), argument)
 
 

@@ -90,8 +90,8 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
     path = run / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(content[key], dict) for key in groups)
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
+        whole = isinstance(content, dict) and all(isinstance(content[key], dict) for key in groups)
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError):
         whole = False
     if not whole:
         raise ValueError(f"{path} is damaged: copy it again, or train the run again")

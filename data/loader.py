@@ -125,7 +125,7 @@ def _pattern(weights: Sequence[int]) -> tuple[list[int], list[int]]:
     assert sum(weights) == 100, weights
     turn: list[int] = []
     for slot in range(100):
-        turn.append(max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * turn.count(i), -i)))
+        turn.append(max(range(len(weights)), key=lambda i: weights[i] * (slot + 1) - 100 * turn.count(i)))
     return turn, [turn[:slot].count(which) for slot, which in enumerate(turn)]
 
 
@@ -149,7 +149,6 @@ class Loader:
 
     def samples(self, step: int, micro: int = 0) -> range:
         """The global numbers of the samples that `self(step, micro)` returns."""
-        assert 0 <= micro < self.micros
         first = step * self.batch + self.rank * self.per_rank + micro * self.micro_batch
         return range(first, first + self.micro_batch)
 

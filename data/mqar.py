@@ -81,7 +81,7 @@ class Mqar:
     def _distractors(self, rng: np.random.Generator, slots: int, free: np.ndarray) -> np.ndarray:
         cfg = self.cfg
         if cfg.kind == "noise":
-            return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2)) if slots else np.empty((0, 2), np.int64)
+            return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2))
         keys = free[rng.integers(len(free), size=slots)]
         return np.stack((keys, rng.integers(cfg.keys, cfg.keys + cfg.values, slots)), axis=1)
 

@@ -118,7 +118,7 @@ class Shard:
         self._first, self._count = 0, size // self.dtype.itemsize
         if size == 0 or size % self.dtype.itemsize:
             raise ValueError(f"{self.path} is empty or truncated: write it again")
-        if len(self) > 1 and not self.tokens[1 : 2**20 : 2].any():  # the upper halves of wider integers
+        if self.vocab_size and len(self) > 1 and not self.tokens[1 : 2**20 : 2].any():  # the upper halves of wider integers
             raise ValueError(f"{self.path} holds wider integers than {self.dtype}: write it again as np.{self.dtype}")
         return np.zeros(256, dtype="<i4")
 

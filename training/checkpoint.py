@@ -48,7 +48,7 @@ class CheckpointConfig:
 
     every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
     keep: Annotated[int, "[0, inf)"] = 2  # number of newest checkpoints that stay; 0: all
-    background: bool = False  # write a copy in main memory while training goes on
+    background: bool = False  # training waits for a copy in main memory alone, not for its writing
     at: Annotated[list[int], "[1, inf)"] = field(default_factory=list)  # steps of extra checkpoints, kept to branch off
 
 

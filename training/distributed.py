@@ -80,7 +80,7 @@ class World:
             failed = isinstance(error, RuntimeError)
             if failed and self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 if self.store and "imed out" in str(error):
-                    wrong = f"no answer for {TIMEOUT} from {self.silent()}"
+                    wrong = f"no answer in time from {self.silent()}"
                     raise ConnectionError(f"{wrong}: see what it or its machine does, then use resume=true") from None
                 raise ConnectionError("another process has ended: see the error that its rank has printed above") from None
             if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last line that torchrun prints

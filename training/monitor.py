@@ -144,18 +144,16 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     """Mean loss in nats over `tokens` of the validation set, in windows at even distances, shared out over the processes."""
     count = max(1, min(len(windows), tokens // windows.length))
     chosen = torch.linspace(0, len(windows) - 1, count, dtype=torch.float64).round().long().tolist()
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, windows
+    mine, total = chosen[world.rank :: world.size], 0.0
     model.eval()
-    mine = chosen[world.rank :: world.size]
     # Every process runs the same number of passes, because a pass of a split model needs all processes.
     for start in range(0, len(chosen[:: world.size]), batch):
         part = mine[start : start + batch]
         rows = np.stack([windows.window(i) for i in part or chosen[:1]])  # (b, T + 1)
-        loss = model(*world.tensors(*inputs_and_targets(rows)))
-        total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64, device=world.device)
+        total += model(*world.tensors(*inputs_and_targets(rows))).item() * len(part)
     model.train()
-    total = world.mean(total)
-    return (total[0] / total[1]).item()
+    loss, count = world.mean(torch.tensor([total, len(mine)], dtype=torch.float64, device=world.device)).tolist()
+    return loss / count
 
 
 @torch.no_grad()

@@ -251,7 +251,7 @@ class Guard:
     def __init__(self, optimizers: list[torch.optim.Optimizer], world: World, nonfinite: int) -> None:
         self.optimizers, self.limit = optimizers, nonfinite
         self.ask_host = world.device.type == "cpu"  # where reading a flag costs nothing
-        self.row = 0  # non-finite updates in a row, as far as they have been read
+        self.in_a_row = 0  # non-finite updates in a row, as far as they have been read
         self.last = math.nan, math.nan  # loss and norm of the last update that has been read
         self.unread: list[tuple[int, Tensor]] = []  # (step, [loss, norm]) on the device
 
@@ -275,24 +275,24 @@ class Guard:
         for (step, _), (loss, norm) in zip(unread, rows, strict=True):
             self.last = loss, norm
             if math.isfinite(loss) and math.isfinite(norm):
-                self.row = 0
+                self.in_a_row = 0
                 continue
-            self.row += 1
+            self.in_a_row += 1
             yield step, f"loss {loss:.6g}, gradient norm {norm:.6g}"
-            if self.row >= self.limit:
+            if self.in_a_row >= self.limit:
                 what = f"the loss is {loss} at step {step} (gradient norm {norm})"
-                raise Diverged(f"{what}, and {self.row} updates in a row were skipped: {ADVICE}")
+                raise Diverged(f"{what}, and {self.in_a_row} updates in a row were skipped: {ADVICE}")
 
     def refuse_bad_end(self, step: int, val_loss: float) -> None:
         """Raise Diverged if the last update or the last validation loss was not finite: such a run is not a success."""
-        loss, norm = self.last if self.row else (val_loss, math.nan)
-        if self.row or not math.isfinite(val_loss):
+        loss, norm = self.last if self.in_a_row else (val_loss, math.nan)
+        if self.in_a_row or not math.isfinite(val_loss):
             raise Diverged(f"the loss is {loss} at step {step} (gradient norm {norm}), the last one: {ADVICE}")
 
     def state(self) -> dict[str, Any]:
         """What the next updates depend on, for a checkpoint."""
-        return {"row": self.row}
+        return {"row": self.in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; a checkpoint that was written without a guard has none."""
-        self.row = state.get("row", 0)
+        self.in_a_row = state.get("row", 0)

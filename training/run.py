@@ -13,7 +13,7 @@ import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from configs.composing import in_sweep, swept_keys
+from configs.composing import in_sweep, key_of, swept_keys
 from configs.files import flatten, lock_folder, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
@@ -45,7 +45,7 @@ class TrainConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
-    nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after this many updates in a row that are not finite
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # so many non-finite updates in a row end the run (on a GPU at a logged step)
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
     needle_every: Annotated[int, "[0, inf)"] = 0  # steps between needle-in-a-haystack checks of retrieval; 0: none
     needle_samples: Annotated[int, "[1, inf)"] = 64  # questions in each needle check
@@ -103,7 +103,7 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
 
 def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
     """Give `cfg` the model of the run `init_from`, except the fields in `overrides`; do nothing if these choose a model."""
-    named = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    named = set(map(key_of, overrides))
     if not cfg.init_from or {"model", "size", "experiment"} & named:
         return
     runs = [cfg.init_from, cfg.run_dir] if cfg.resume and cfg.run_dir else [cfg.init_from]  # a resumed run's source may be gone

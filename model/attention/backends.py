@@ -13,8 +13,9 @@ v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends (auto: what `choose` p
 - flex: torch's FlexAttention (flex.py). On CUDA; on a CPU without gradients.
 - fused: our Triton kernel for `attend_diff` (kernels/diff.py). On CUDA.
 
-sdpa computes what cpu and fused cannot. flex and fused refuse masks with `see`, `bias` or slopes. `attend_map` runs the
-formulas. Decoding one token, all but math, and fused for differences, read keys in place by SDPA, V1's on a CPU by `_last_row`.
+sdpa computes what cpu and fused cannot. flex refuses masks with `see`, `bias` or slopes; fused does for differences of maps.
+`attend_map` runs the formulas. Decoding one token, SDPA reads the keys in place for all but math, and fused for differences;
+for V1 on a CPU, auto and cpu do so by `_last_row`.
 """
 
 import torch
@@ -212,7 +213,8 @@ def attend_map(
         return reference.times_values(F.dropout(weights(q, k, at), dropout), repeat(v, h))
 
     positions = torch.arange(S - T, S, device=q.device)
-    whole = backend == "math" or T <= ROWS or probe.logits_visitor is not None
+    # torch.func's gradients refuse the hooks that checkpoint sets.
+    whole = backend == "math" or T <= ROWS or probe.logits_visitor is not None or torch._C._are_functorch_transforms_active()
     if probe.active is not None:
         probe.active.check_keys(S)
         if whole:

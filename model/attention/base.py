@@ -33,7 +33,7 @@ class AttentionConfig:
     n_head: Annotated[int, "[1, inf)"] = 8  # heads of the baseline; a variant derives another number
     n_kv_head: Annotated[int | None, "[1, inf)"] = None  # key and value heads of the baseline; None: n_head
     head_dim: Annotated[int | None, "[1, inf)"] = None  # width of a head; None: d_model / n_head
-    bias: bool = False  # biases in linear layers and LayerNorms
+    bias: bool = False  # biases in linear layers and LayerNorms (those of heads always have one)
     qkv_bias: bool | None = None  # biases of the query, key and value projections; None: as `bias`
     projection_bias: bool | None = None  # bias of the attention's output projection; None: as `bias`
     norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added under the square root of every norm
@@ -85,8 +85,7 @@ class Attention(nn.Module):
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     per_head: ClassVar[dict[str, float]] = {}  # name of a learned number per head -> its first value
     undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
-    row_sums: ClassVar[str] = "one"  # what each row of its map sums to: one, a positive number, or any number
-    signed: ClassVar[bool] = False  # whether weights of its map may be negative
+    row_sums: ClassVar[str] = "one"  # one, positive (while lambda is below 1), or any: no divisor (METHODS, 7.3)
     whole: ClassVar[bool] = False  # whether rows of its map depend on earlier rows, so that all are computed at once
     joins_calls: ClassVar[bool] = False  # calls an operation of backends.py several times, for heads that a probe joins
     takes_context: bool = True  # whether it can be cross attention (context=)
@@ -110,8 +109,8 @@ class Attention(nn.Module):
         self.slopes = alibi_slopes(self.heads) if cfg.position == "alibi" else None
         kind = type(self)
         self.makes_map = kind.bias is not Attention.bias or kind.normalize is not Attention.normalize
-        self.dense = self.makes_map or self.slopes is not None  # no kernel that skips blocks takes its scores
-        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, self.dense)
+        self.needs_dense = self.makes_map or self.slopes is not None  # no kernel that skips blocks takes its scores
+        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, self.needs_dense)
         with nullcontext() if device is None else torch.device(device):
             self.make_parameters(cfg, layer)
             for name in self.per_head:
@@ -197,7 +196,7 @@ class Attention(nn.Module):
     def prepare(self, x: Tensor, mask: Mask) -> None:
         """Make the block mask that `mask` keeps for all layers, if a kernel needs one; x (B, T, D): the input of any layer."""
         width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
-        if not self.dense:
+        if not self.needs_dense:
             for sets in self.key_sets:
                 prepare(x, width, self.value_width, mask, self.backend, self.dropout_now, sets)
 
@@ -277,7 +276,8 @@ class Attention(nn.Module):
     def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:
         if self.cfg.position != "rope" or (rope is not None and source is x):
             return rope, rope
-        assert rope is None, "in cross attention, the module itself makes the rotations"
+        if rope is not None:
+            raise ValueError("in cross attention (context=) the module itself makes the rotations: leave out rope=")
         start = 0 if cache is None else cache.length
         return tuple(rope_of(self.cfg, each.shape[1], each.device, start) for each in (x, source))
 

@@ -7,7 +7,7 @@ class CogAttention(Attention):
     """sign(s) e^|s| / sum e^|s| V (Lv et al., arXiv 2411.07176, who keep the softmax in the first and last layers)."""
 
     name = "cog"
-    row_sums, signed = "any", True
+    row_sums = "any"
     colours = {"cog": "#AA4499"}
 
     def normalize(self, scores: Tensor, see: Tensor) -> Tensor:

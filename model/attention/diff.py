@@ -50,7 +50,7 @@ class DiffAttention(Attention):
     """
 
     name = "diff"
-    row_sums, signed = "positive", True
+    row_sums = "positive"
     Options = DiffConfig
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
@@ -67,8 +67,7 @@ class DiffAttention(Attention):
         self.lambda_init = lambda_init(layer) if opt.lambda_init is None else opt.lambda_init
         names = {"vectors": VECTORS, "dual_scalar": ("lambda_a", "lambda_b"), "fixed": ()}[opt.lambda_form]
         for name in names:
-            shape = (self.width,) if opt.lambda_form == "vectors" else ()
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            self.register_parameter(name, nn.Parameter(torch.empty(self.width if name in VECTORS else ())))
         # The factor of the warm-up, saved with the weights: a checkpoint from mid-warm-up evaluates as it was trained.
         self.register_buffer("lambda_mix", torch.ones(()))
         self.q_norm = RMSNorm(self.width, eps) if opt.qk_norm else nn.Identity()

@@ -22,7 +22,7 @@ class DiffV2Attention(Attention):
     """
 
     name = "diff_v2"
-    row_sums, signed = "positive", True
+    row_sums = "positive"
     Options = DiffV2Config
     undecayed = ("lambda_logits",)
     colours = {"diff_v2": "#CC79A7"}

@@ -11,7 +11,7 @@ class GatedDiffAttention(Attention):
     """(g A1 - (1 - g) A2) V, g = sigmoid(x W) per token and head, then a norm per head (Lygizou et al., arXiv 2505.24054)."""
 
     name = "gated_diff"
-    row_sums, signed = "any", True
+    row_sums = "any"
     undecayed = ("gate_logits",)
     colours = {"gated_diff": "#88CCEE"}
 

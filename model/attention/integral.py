@@ -4,7 +4,6 @@ from typing import Annotated
 from torch import Tensor
 
 from ..rotary import Rope, rotate
-from .backends import attend
 from .base import Attention, AttentionConfig, Heads, check_divisor
 from .mask import Mask
 
@@ -35,5 +34,4 @@ class IntegralAttention(Attention):
         return rotate(x, rope).unflatten(1, (-1, self.options.signals)).transpose(2, 3).flatten(3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
-        q = q * self.options.signals**-0.5  # `attend` itself scales by 1 / sqrt(S d)
-        return attend(q, k, v, mask, self.backend, self.dropout_now)
+        return super().attend(q * self.options.signals**-0.5, k, v, x, mask)  # which scales by 1 / sqrt(S d)

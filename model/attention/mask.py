@@ -66,7 +66,7 @@ class Mask:
 
     @property
     def needs_dense(self) -> bool:
-        """Whether scores need a dense T x S rule, which flex and fused refuse."""
+        """Whether scores need a dense T x S rule, which flex refuses, and fused for differences of maps."""
         return any(rule is not None for rule in (self.see, self.bias, self.slopes))
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:

@@ -18,7 +18,7 @@ class TalkingHeadsAttention(Attention):
 
     name = "talking_heads"
     Options = TalkingHeadsConfig
-    row_sums, signed = "any", True
+    row_sums = "any"
     undecayed = ("mixing", "scores_mixing")
     colours = {"talking_heads": "#DDAA33"}
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,11 @@ def test_what_an_earlier_attempt_printed_is_not_its_own(tmp_path: Path) -> None:
     assert step.printed == "$ python -c \n"
 
 
-def test_after_a_failure_no_further_chain_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_no_other_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.Pool, "call", lambda *_: 0)
     ran: list[str] = []
     a, b, c, d = (Step(name, tmp_path, ran, fails=name == "b") for name in "abcd")
+    a.check = lambda *_: time.sleep(0.3) or True  # until b has failed
     with pytest.raises(ValueError, match="b failed"):
-        jobs.run_jobs([[a], [b, c], [d]], 1, "study", 4)
-    assert ran == ["a"]
+        jobs.run_jobs([[a, c], [b], [d]], 2, "study", 4)
+    assert not ran

@@ -161,6 +161,7 @@ def test_files_of_llm_c_and_nanogpt_are_read_as_they_are(tmp_path):
     np.array([69_999, 7], dtype=np.uint32).tofile(path)
     assert Shard(path, vocab_size=70_000).tokens.tolist() == [69_999, 7]
     np.arange(1, 10, dtype=np.int64).tofile(path)
+    assert Shard(path).crc32 is None  # the width of its integers is not known without the vocabulary
     with pytest.raises(ValueError, match="wider integers than uint16: write it again"):
         Shard(path, vocab_size=10)
     for content in (b"", b"123"):

@@ -116,8 +116,6 @@ def test_what_cannot_be_is_refused(tokenizer):
         model.loglikelihood(requests(("The sea", " is blue")))
 
 
-# ---------------------------------------- lm-eval itself, on local tasks
-
 TASKS = {
     "choice": {
         "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",

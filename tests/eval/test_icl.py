@@ -72,9 +72,6 @@ def test_shots_are_those_that_fit(tokenizer):
         icl.fitting_shots(writer, episodes, 60)
 
 
-# Files
-
-
 def test_the_questions_of_a_file_are_never_demonstrations(tmp_path):
     file = tmp_path / "x.csv"
     file.write_text("text,label\n" + "".join(f"question {i} about {label},{label}\n" for i in range(30) for label in "ab"))
@@ -102,7 +99,9 @@ def test_the_command_on_a_file(make_run, call, tmp_path):
     run, file = make_run("a"), tmp_path / "bank.csv"
     file.write_text(BANKING)
     assert icl.read_examples(file)[1] == Example("My card, is it lost?", "lost card")
-    call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2")
+    for seed in (0, 1):  # another division of one file, and no other file
+        call(icl, f"run={run}", f"examples={file}", "shots=[1]", "episodes=1", f"seed={seed}")
+    call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2", "name=bank")
     content = json.loads((run / "eval" / "icl_bank.json").read_text())
     expected = {"task": "bank", "classes": 3, "queries": 3, "text": "bank.csv"}
     assert content["results"] == content["results"] | expected and content["config"]["examples"] == str(file)

@@ -52,6 +52,7 @@ def test_a_disk_that_is_full_or_fails_loses_no_result(code: int, make_run, typed
 def test_the_home_folder_is_known_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     options = ("run=~/a", "examples='~/b'", "runs=[~/c,~/d]")
+    assert with_home("prompt='~/a'") == "prompt='~/a'"
     assert [with_home(option) for option in options] == [option.replace("~", "/home/me") for option in options]
 
 
@@ -71,7 +72,8 @@ def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> 
 
 
 def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards, monkeypatch) -> None:
-    run, dogs, cats = make_run("a"), book(tmp_path / "1" / "book.txt"), book(tmp_path / "2" / "book.txt", "cats")
+    run, dogs, cats = make_run("a"), book(tmp_path / "1" / "book.txt"), tmp_path / "book.jsonl"
+    cats.write_text(json.dumps({"text": "A book about cats by the sea \ud800. " * 40}))  # a lone surrogate
     moved = book(tmp_path / "book.txt")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)  # root may write everywhere

@@ -55,9 +55,6 @@ def test_log_probabilities_are_those_of_each_text_alone_and_hits_what_generate_g
     assert all(row.tolist() == [True, False, False, False, False] for row in hits)
 
 
-# Prompts that share a prefix
-
-
 def jobs() -> list[Job]:
     rng = np.random.default_rng(0)
 

@@ -135,9 +135,6 @@ class Widening(torch.nn.Module):
         return x * torch.ones(x.shape[-1])
 
 
-# ---------------------------------------- how it is made
-
-
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder and nothing loaded, as at the first use."""

@@ -109,8 +109,6 @@ def test_what_cannot_be_generated_is_refused(options: dict, says: str) -> None:
         next(model.stream(given.pop("tokens"), 2, **given))
 
 
-# ---------------------------------------- one query over the keys of a cache
-
 MASKS = masks(2, 37, window=5)  # in the last, the second sequence's last query sees nothing
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import VARIANTS, BaselineAttention
+from model.attention.backends import ROWS
 from model.attention.base import Attention
 from model.attention.dex import DexAttention
 from model.attention.diff import lambda_init
@@ -153,6 +154,8 @@ def test_attention_to_a_context_is_that_to_its_tokens(name: str) -> None:
     with probe(made, torch.tensor([0])), pytest.raises(ValueError, match="leave out context="):
         made(x, context=context)
     rotated = module("baseline")
+    with pytest.raises(ValueError, match="leave out rope="):
+        rotated(x, context=context, rope=(x, x))
     torch.testing.assert_close(rotated(x, context=x), rotated(x, mask=Mask(causal=False)))
 
 
@@ -281,9 +284,6 @@ def test_rope_is_exact_in_half_precision() -> None:
     assert ((turned - want).abs() <= want.abs() * 2**-8 + 1e-6).all()  # half a unit in the last place, and float32's error
 
 
-# ---------------------------------------- torch's tools
-
-
 @pytest.mark.parametrize("name", ("diff", "forgetting", "introspective_published"))
 def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     cls, options = MODULES[name]
@@ -302,3 +302,5 @@ def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     made(x[2]).square().sum().backward()
     for key, p in parameters.items():
         torch.testing.assert_close(grads[key][2], p.grad, atol=1e-4, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+    if made.makes_map:  # more rows than are computed at once
+        torch.func.grad(loss)(parameters, torch.randn(1, ROWS + 1, 32))

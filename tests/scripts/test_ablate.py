@@ -75,13 +75,14 @@ def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(shards:
     # Repeated: nothing is trained again, not even what diverged; but it is without its file, and a damaged record is written.
     stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
     (folder / "diverging-s1" / DIVERGED).unlink()
-    record, old = folder / "records" / "twin-s1.jsonl", folder / "figures" / "gap_old.png"
+    record, old = folder / "records" / "twin-s1.jsonl", [folder / "figures" / name for name in ("gap_old.png", "plane.png")]
     whole = record.read_text()
     record.write_text(whole[:99])
-    old.touch()
+    all(path.touch() is None for path in old)
     assert "4 runs, 3 of them finished" in (printed := call(*arguments, "+metrics.odd=train.tokens_to_0.5"))
     assert "because no run has numbers there: odd (train.tokens_to_0.5)." in printed
-    assert (folder / "diverging-s1" / DIVERGED).is_file() and record.read_text() == whole and not old.exists()
+    assert (folder / "diverging-s1" / DIVERGED).is_file() and record.read_text() == whole
+    assert not any(path.exists() for path in old)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")} == stamps
     wrong = call(*in_words(arguments, "optim.lr=1e-2", "optim.lr=2e-2"))
     assert "baseline-s1 was started with optim.lr=0.01 (now 0.02)" in wrong and wrong.endswith("start anew with name=OTHER")

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ablation.experiment import AblateConfig, evaluation_list, texts_of
 from ablation.jobs import environment
 from ablation.plan import Study
-from ablation.records import PUBLISHED, differing, record_of, recorded_start, write_records
+from ablation.records import PUBLISHED, differing, record_of, recorded_model, write_records
 from ablation.study import PlannedRun
 from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
@@ -99,7 +99,7 @@ def test_arms_begin_with_converted_models_and_their_records_tell_the_shapes(
     assert models["head_norm"].baseline.head_norm == "affine" and models["mirror"].diff.lambda_warmup == 0
     assert models["zero"].diff.lambda_init == 0 and models["zero"].diff.lambda_warmup == 200
     records = [{"config": differing(asdict(run.config))} for run in runs.values()]
-    assert [recorded_start(f"{of}/zero", records) for of in ("/elsewhere/pretrained", "other")] == [models["zero"], None]
+    assert [recorded_model(records, f"{of}/zero") for of in ("/elsewhere/pretrained", "other")] == [models["zero"], None]
 
 
 def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(shards: Path, tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ CPU = World(0, 1, torch.device("cpu"))
 TINY = {"rounds": 2, "device": "cpu", "dtype": "float32", "heads": 4, "width": 8, "batch": 2}
 NANOGPT = """
 from types import SimpleNamespace as GPTConfig
-
 import torch
 from torch import nn
-
 class GPT(nn.Module):
     def __init__(self, c):
         super().__init__()

@@ -44,7 +44,7 @@ def test_a_process_that_hangs_or_is_lost_is_named_and_a_bug_keeps_its_traceback(
         store = dist.HashStore()
         for rank in others:
             store.set(f"waited_{rank}", "")
-        with pytest.raises(ConnectionError, match=f"^no answer for 0:10:00 {says}"), World(0, 3, CPU, store).errors():
+        with pytest.raises(ConnectionError, match=f"^no answer in time {says}"), World(0, 3, CPU, store).errors():
             raise RuntimeError(late)
     with pytest.raises(ConnectionError, match="another process has ended"), World(0, 2, CPU).errors():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")

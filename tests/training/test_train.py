@@ -150,10 +150,11 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing_and_a_deleted_one
         return 1.0
 
     arguments = train_arguments(shards, tmp_path / "run", "steps=2", "model.n_layer=1")
-    with monkeypatch.context() as patch:
-        patch.setattr("train.Parallel.micro_batch", no_memory)
-        assert_one_line_error(typed(*arguments), "too little free memory: use a smaller micro_batch=")
-    assert not list(tmp_path.iterdir())
+    for place in ("train.Parallel.micro_batch", "training.run.text_digest"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, no_memory)
+            assert_one_line_error(typed(*arguments), "too little free memory: use a smaller micro_batch=")
+        assert not list(tmp_path.iterdir())
     monkeypatch.setattr("train.validation_loss", validate)
     assert_one_line_error(typed(*arguments), "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
