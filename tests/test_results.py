@@ -65,6 +65,7 @@ def test_what_one_change_gives_is_in_the_json(row: dict[str, str]) -> None:
 ANSWER = {  # README's row -> arm, other arm
     "differential attention (V1) less plain attention": ("diff", "baseline"),
     "plain attention with V1's norm per head, less plain attention": ("baseline_head_norm", "baseline"),
+    "one map with V1's heads and norm, less plain attention": ("half_heads_norm", "baseline"),
     "V1 less the same heads and norm with one map": ("diff", "half_heads_norm"),
 }
 
