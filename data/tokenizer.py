@@ -258,8 +258,8 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
             tokenizer = Tokenizer(_encoding_of("bpe", list(map(base64.b64decode, content["tokens"])), content["pattern"]))
         else:
             tokenizer = Tokenizer(_encoding(name))
-    except KeyError as error:
-        raise ValueError(f"{path} is damaged, it has no {error}: {AGAIN}") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {AGAIN}") from None
     if tokenizer.fingerprint != content.get("fingerprint"):
         raise ValueError(f"{path} does not match its fingerprint: {AGAIN}")
     return tokenizer

@@ -76,15 +76,6 @@ def halves_apart(q: Tensor) -> Tensor:
     return q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def floored_heads(right: Callable, self: DiffAttention, cfg: Any) -> Heads:
-    return Heads(cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim, 2 * cfg.head_dim, 2, 2, 2)
-
-
-def halved_widths(right: Callable, self: DiffAttention, cfg: Any) -> Heads:
-    shape = right(self, cfg)
-    return shape._replace(width=shape.width // 2, value_width=shape.value_width // 2)
-
-
 def keys_rotated_twice(right: Callable) -> Callable:
     """Of each pair of calls, for a path's queries and then for its keys, the second rotates twice."""
     calls = itertools.count()
@@ -97,23 +88,6 @@ def rotated_memory(right: Callable, self: IntrospectiveAttention, k: Tensor, v: 
     positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
     turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
     return right(self, torch.cat(turned, -1), v, a)
-
-
-def single_path_let_through(right: Callable, opt: Any, *rest: Any) -> None:
-    if not (opt.path_weight == "affine" and opt.paths == 1):
-        right(opt, *rest)
-
-
-def one_set_log_sum_exp(right: Callable, scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
-    return right(scale, q, *sets)[0], sdpa._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
-
-
-def kernel_sees_ahead(right: Callable, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Any:
-    return right(q, k.roll(-1, 3), v.roll(-1, 2), lam)  # row t sees the keys from 1 to t + 1
-
-
-def first_rows_lambda(right: Callable, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Any:
-    return right(q, k, v, lam if lam is None else lam[..., :1, :].expand(lam.shape))
 
 
 def delta_without_lambda(right: Any) -> Any:
@@ -140,19 +114,9 @@ def first_maps_value_gradient(right: Callable, grad: Tensor, q: Tensor, k: Tenso
     return dq, dk, right(grad, q, k, v, torch.zeros_like(lam), *rest)[2], dlam
 
 
-def queries_at_the_start(right: Callable, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    T = q.shape[-2]  # of causal queries at 0 .. T - 1, the keys from T on are hidden
-    return right(q, k[..., :T, :], v[..., :T, :], *rest)
-
-
 def zero_vectors(right: Callable, new: dict[str, Tensor]) -> None:
     for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
         new[name] = torch.zeros_like(new[name])
-
-
-def wrong_columns(right: Callable, old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
-    right(old, new, *rest)
-    new["out.weight"] = old["out.weight"].clone()
 
 
 def new_queries(right: Callable, old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
@@ -185,7 +149,8 @@ MUTANTS = (
            lambda right, first, lam, second: right(first, lam.to(first.dtype), second),
            f"{OPERATIONS}::test_lambda_is_not_rounded_to_the_maps_precision"),
     # heads
-    Mutant("heads and width are both halved (nanoGPT ports)", DiffAttention, "head_shape", halved_widths,
+    Mutant("heads and width are both halved (nanoGPT ports)", DiffAttention, "head_shape",
+           lambda right, *given: (lambda s: s._replace(width=s.width // 2, value_width=s.value_width // 2))(right(*given)),
            f"{VARIANTS}::test_variants_share_the_weights_both_have"),
     Mutant("components are heads i and i + h (DiffLlama's layout)", DiffAttention, "attend",
            lambda right, self, q, *rest: right(self, halves_apart(q), *rest)),
@@ -196,7 +161,8 @@ MUTANTS = (
            lambda right, self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff_v2-4]"),
     Mutant("V2 without its sigmoid", DiffV2Attention, "lam", lambda right, self, x: self.lambda_logits(x).mT[..., None],
            f"{FORMULA}[diff_v2-1]"),
-    Mutant("odd heads are floored (vasqu, timm)", DiffAttention, "head_shape", floored_heads,
+    Mutant("odd heads are floored (vasqu, timm)", DiffAttention, "head_shape",
+           lambda right, self, cfg: Heads(cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim, 2 * cfg.head_dim, 2, 2, 2),
            f"{VARIANTS}::test_wrong_input_is_refused_with_the_fix"),
     Mutant("the head norm is dropped", DiffAttention, "after", lambda right, self, y: y * (1 - self.lambda_init)),
     Mutant("no output projection (blog)", DiffAttention, "forward",
@@ -247,14 +213,16 @@ MUTANTS = (
            f"{FORMULA}[introspective-1]"),
     Mutant("LayerNorm of equal path weights silences all paths (introspective code)", IntrospectiveAttention, "init_own",
            lambda right, self, generator: right(self, generator) or self.w.data.zero_(), f"{LEARNS}[introspective_sequence]"),
-    Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check", single_path_let_through,
+    Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check",
+           lambda right, opt, *rest: opt.paths == 1 or right(opt, *rest),
            f"{VARIANTS}::test_degenerate_introspection_is_refused"),
     Mutant("earlier paths are masked out (introspective naive code)", introspective, "attend_union",
            lambda right, q, keys, values, *rest: right(q, keys[-1:], values[-1:], *rest),
            f"{FORMULA}[introspective_sequence-1]"),
     Mutant("paths are not normed one by one", IntrospectiveAttention, "_path_output",
            lambda right, self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1]"),
-    Mutant("merging by wrong log-sum-exps in the backward", sdpa.Union, "forward", one_set_log_sum_exp,
+    Mutant("merging by wrong log-sum-exps in the backward", sdpa.Union, "forward",
+           lambda right, scale, q, *sets: (right(scale, q, *sets)[0], sdpa._flash(q, sets[0], sets[len(sets) // 2], scale)[1]),
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),
     # other variants
     Mutant("the first layer's values are forgotten", ValueResidualAttention, "before",
@@ -268,22 +236,27 @@ MUTANTS = (
     Mutant("a parameter gets a tenth of its gradient", TemperatureAttention, "before", weak_temperature_gradient,
            f"{MODULES}::test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas[temperature]"),
     # kernels
-    *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD", kernel_sees_ahead),
-      Mutant("the C++ kernel takes the lambda of the first row", cpu, "FORWARD", first_rows_lambda,
+    *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD",
+             lambda right, q, k, v, lam: right(q, k.roll(-1, 3), v.roll(-1, 2), lam)),  # row t sees the keys from 1 to t + 1
+      Mutant("the C++ kernel takes the lambda of the first row", cpu, "FORWARD",
+             lambda right, q, k, v, lam: right(q, k, v, lam if lam is None else lam[..., :1, :].expand(lam.shape)),
              f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-2-32]")][:2 * len(NATIVE)],
     Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", Value(delta_without_lambda), LAMBDA),
     Mutant("the gradient of lambda has the wrong sign", triton_diff, "_backward", negated_lambda_gradient, LAMBDA),
     Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient, LAMBDA),
     Mutant("a window one key too wide", triton_diff, "_forward",
            lambda right, *given: right(*given[:-1], given[-1] and given[-1] + 1), f"{KERNELS}::test_windows"),
-    Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_one_query"),
+    Mutant("cached queries start at position 0", triton_diff, "_forward",  # where all later keys are hidden
+           lambda right, q, k, v, *rest: right(q, k[..., : q.shape[-2], :], v[..., : q.shape[-2], :], *rest),
+           f"{KERNELS}::test_one_query"),
     # conversion of trained models
     Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,
            f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),
     Mutant("mirrored maps lose 1 - lam (axolotl)", conversion, "_over",
            lambda right, weight, divisor: right(weight, divisor**0.5),
            f"{CONVERTED}::test_exact_conversions_leave_the_logits_alone"),
-    Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split", wrong_columns, SPLIT),
+    Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split",
+           lambda right, old, new, *rest: right(old, new, *rest) or new.update({"out.weight": old["out.weight"]}), SPLIT),
     Mutant("split heads draw new queries (axolotl)", conversion, "_split", new_queries, SPLIT),
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,7 @@ from ablation import jobs
 
 def test_a_signal_stops_a_job_that_is_just_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen
-
-    def slow(*arguments: Any, **options: Any) -> subprocess.Popen:
-        process = start(*arguments, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return process
-
-    monkeypatch.setattr(jobs.subprocess, "Popen", slow)
+    monkeypatch.setattr(jobs.subprocess, "Popen", lambda *a, **o: (start(*a, **o), os.kill(os.getpid(), signal.SIGTERM))[0])
     with jobs.Pool() as pool:
         code = pool.call(["-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
     assert pool.stopping == signal.SIGTERM and code == -signal.SIGTERM

@@ -34,15 +34,8 @@ def test_permute_shuffles():
 def test_epochs_are_without_replacement_and_reshuffled(windows):
     epochs = [[int(windows.sample(e * 37 + i, seed=5)[0]) for i in range(37)] for e in range(3)]
     assert all(len(set(epoch)) == 37 for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert len(set(map(tuple, epochs))) == 3
     assert epochs[0] != [int(windows.sample(i, seed=6)[0]) for i in range(37)]
-
-
-def test_a_text_too_short_for_one_window_is_refused(tmp_path):
-    write_shard(tmp_path / "a.bin", np.arange(8), vocab_size=10, fingerprint="0" * 64)
-    assert len(Windows([Shard(tmp_path / "a.bin")], 7)) == 1
-    with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7[^\n]*$"):
-        Windows([Shard(tmp_path / "a.bin")], 8)
 
 
 def test_prefetcher_gives_the_same_batches_in_any_order(windows):

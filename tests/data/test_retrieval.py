@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +18,9 @@ TEXT = "Some words stand here. Others follow, and a full stop ends them. " * 40
 LENGTH = 400
 
 
-class Text:
-    """A source whose windows are all the same text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = np.array(tokenizer.encode(TEXT), dtype=np.int64)
-
-    def sample(self, index: int, seed: int) -> np.ndarray:
-        return self.tokens[: LENGTH + 1]
+def hay(tokens: np.ndarray) -> SimpleNamespace:
+    """A source whose windows are all the start of these tokens."""
+    return SimpleNamespace(sample=lambda index, seed: tokens[: LENGTH + 1])
 
 
 @pytest.fixture(scope="module", params=("bytes", "bpe"))
@@ -33,7 +29,7 @@ def tokenizer(request: pytest.FixtureRequest, corpus: list[str]) -> Tokenizer:
 
 
 def source(tokenizer: Tokenizer, **options: int) -> RetrievalSource:
-    return RetrievalSource(RetrievalMixConfig(weight=50, **options), Text(tokenizer), tokenizer, LENGTH)
+    return RetrievalSource(RetrievalMixConfig(weight=50, **options), hay(np.array(tokenizer.encode(TEXT))), tokenizer, LENGTH)
 
 
 def test_cities_and_numbers_of_training_and_evaluation_are_disjoint() -> None:
@@ -67,11 +63,11 @@ def test_every_question_repeats_a_fact_of_its_document(tokenizer: Tokenizer) -> 
 
 
 def test_a_document_mask_hides_no_fact(tokenizer: Tokenizer) -> None:
-    text = Text(tokenizer)
-    text.tokens[::25] = tokenizer.eot
+    tokens = np.array(tokenizer.encode(TEXT))
+    tokens[::25] = tokenizer.eot
     ends = []
     for masked in (False, True):
-        mixed = RetrievalSource(RetrievalMixConfig(weight=50, dense=0), text, tokenizer, LENGTH, masked)
+        mixed = RetrievalSource(RetrievalMixConfig(weight=50, dense=0), hay(tokens), tokenizer, LENGTH, masked)
         ends.append([int((mixed.sample(i, 0) == tokenizer.eot).sum()) for i in range(20)])
     assert max(ends[0]) > 1 and max(ends[1]) == 1  # one at the start of every document
 

@@ -44,7 +44,7 @@ def test_a_vocabulary_that_is_not_whole_is_one_line(monkeypatch, tmp_path):
         build_tokenizer(TokenizerConfig("cl100k_base"))
     assert cut.read_bytes() == b"cut"
     (tmp_path / FILE).write_text('{"name": "bpe"}')
-    with pytest.raises(ValueError, match="is damaged, it has no 'tokens': "):
+    with pytest.raises(ValueError, match="is damaged .'tokens'.: "):
         load_tokenizer(tmp_path)
 
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from data.config import DataConfig, TokenizerConfig
-from data.shards import META, Shard, open_split, write_shard
+from data.prepare import prepare
+from data.shards import Shard, open_split
 from data.sources import open_corpus
-from data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from eval.report.runs import read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -24,7 +24,6 @@ from training.checkpoint import load_run, save
 
 TEXT = "A text of some length, about the sea. " * 40
 LINES = "".join(json.dumps({"text": f"line {i} é", "n": i}) + "\n" for i in range(40)).encode()
-TOKENIZER = build_tokenizer(TokenizerConfig("bpe", 270), [TEXT])
 
 
 def read_text(path: Path) -> int:
@@ -32,27 +31,11 @@ def read_text(path: Path) -> int:
 
 
 def read_shard(path: Path) -> Any:
-    shard = Shard(path, vocab_size=300)
+    shard = Shard(path, vocab_size=270)
     return shard.read(0, len(shard))
 
 
-def prepared(folder: Path) -> Path:
-    """A prepared folder as data.prepare leaves it."""
-    folder.mkdir()
-    TOKENIZER.save(folder)
-    tokens, splits = np.array([TOKENIZER.eot, *TOKENIZER.encode(TEXT)]), {}
-    for split in ("train", "val"):
-        file = f"{split}_000000.bin"
-        crc = write_shard(folder / file, tokens, vocab_size=TOKENIZER.vocab_size, fingerprint=TOKENIZER.fingerprint)
-        listed = [{"file": file, "tokens": len(tokens), "crc32": crc}]
-        splits[split] = {"tokens": len(tokens), "documents": 1, "bytes": len(TEXT), "shards": listed}
-    named = {key: getattr(TOKENIZER, key) for key in ("name", "vocab_size", "eot", "fingerprint")}
-    meta = {"version": 1, "name": "mine", "source": "text", "tokenizer": named, "splits": splits, "request": {}}
-    (folder / META).write_text(json.dumps(meta))
-    return folder
-
-
-def trained(folder: Path, shards: Path, tokenizer: Tokenizer = TOKENIZER) -> Path:
+def trained(folder: Path, shards: Path, tokenizer: Tokenizer) -> Path:
     """A run folder with a checkpoint, metrics and an evaluation."""
     cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=tokenizer.vocab_size)
     save(folder, 4, Decoder(cfg, seed=1), [])
@@ -71,8 +54,11 @@ def trained(folder: Path, shards: Path, tokenizer: Tokenizer = TOKENIZER) -> Pat
 def loaders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Callable[[], Any]]:
     """file -> what reads it. A test that changes a file restores it."""
     folder = tmp_path_factory.mktemp("hostile")
-    shards, model = prepared(folder / "shards"), folder / "model"
-    run = trained(folder / "run", shards)
+    shards, model = folder / "shards", folder / "model"
+    (folder / "text.txt").write_text(TEXT)
+    how = {"tokenizer": TokenizerConfig("bpe", 270), "val_fraction": 0.5}
+    prepare(DataConfig("mine", "text", str(folder / "text.txt"), dir=str(shards), **how))
+    run = trained(folder / "run", shards, load_tokenizer(shards))
     (checkpoint,) = run.glob("checkpoints/*")
     model.mkdir()
     (model / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
@@ -86,7 +72,7 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Callable[[],
 
         texts["d.parquet"] = b""
         parquet.write_table(pyarrow.table({"text": [f"line {i}" for i in range(500)]}), folder / "d.parquet")
-    return {folder / name: (lambda path=folder / name: read_text(path)) for name in texts} | {
+    made = {folder / name: (lambda path=folder / name: read_text(path)) for name in texts} | {
         shards / "train_000000.bin": lambda: read_shard(shards / "train_000000.bin"),
         shards / "meta.json": lambda: open_split(shards, "train"),
         shards / "tokenizer.json": lambda: load_tokenizer(shards).encode_array("some text"),
@@ -98,3 +84,6 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Callable[[],
         model / "model.safetensors": lambda: Weights(model),
         model / "config.json": lambda: read_config(model),
     }
+    for read in made.values():  # which reads the honest file
+        read()
+    return made

@@ -256,15 +256,6 @@ def test_every_parameter_learns(name: str) -> None:
     assert all(not buffer.shape for buffer in model.buffers())
 
 
-def test_greedy_generation_does_not_need_the_cache() -> None:
-    model = Decoder(config("diff"))
-    prompt = torch.randint(0, 50, (3, 5))
-    tokens = prompt
-    for _ in range(6):
-        tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
-    assert torch.equal(model.generate(prompt, 6), tokens)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     (

@@ -12,20 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.reference import parts
-from tests.reference.parts import (
-    added,
-    exponentials,
-    head,
-    head_norm,
-    joined,
-    normed,
-    positions,
-    rms,
-    rope,
-    seen,
-    sigmoid,
-    softmax,
-)
+from tests.reference.parts import added, exponentials, head, head_norm, joined, normed, positions, rope, seen, sigmoid, softmax
 
 
 def logits(w: dict, x: np.ndarray, cfg: Any, i: int, j: int) -> np.ndarray:
@@ -237,7 +224,7 @@ def gated_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, fi
         j = i * kv // h
         maps = [softmax(logits(w, x[b], cfg, 2 * i + c, 2 * j + c), seen(see, b, i), b, i) for c in (0, 1)]
         g = sigmoid(head(w, "gate_logits", x[b], i, 1))
-        return rms((g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * cfg.head_dim), w["head_norm.weight"])
+        return head_norm(w, "affine", (g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * cfg.head_dim))
 
     return joined(w, x, h, one)
 

@@ -57,8 +57,8 @@ def rope(x: np.ndarray, theta: float | None, interleaved: bool = False) -> np.nd
     return out
 
 
-def rms(x: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+def rms(x: np.ndarray, weight: np.ndarray | float = 1.0, eps: float = EPS) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def head(w: dict, name: str, x: np.ndarray, i: int, width: int) -> np.ndarray:

@@ -11,7 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from tests.reference.formulas import rope
+from tests.reference.formulas import diff_lambda as vector_lambda
+from tests.reference.parts import rms as rms_norm
+from tests.reference.parts import rope, softmax
 
 THETA = 10000.0
 rope_half = partial(rope, theta=THETA)  # Llama
@@ -22,22 +24,9 @@ def lambda_init(depth: int) -> float:
     return 0.8 - 0.6 * np.exp(-0.3 * depth)
 
 
-def causal_softmax(scores: np.ndarray) -> np.ndarray:
-    """Row t over its first t + 1 columns; the shift by the (real) maximum cancels."""
-    out = np.zeros_like(scores)
-    for t in range(len(scores)):
-        e = np.exp(scores[t, : t + 1] - scores[t, : t + 1].real.max())
-        out[t, : t + 1] = e / e.sum()
-    return out
-
-
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """One head: q, k (T, d), v (T, dv) -> (T, dv)."""
-    return causal_softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return softmax(q @ k.T / np.sqrt(q.shape[-1]), np.tri(len(q), dtype=bool)) @ v
 
 
 def linear(w: dict, name: str, x: np.ndarray) -> np.ndarray:
@@ -53,10 +42,6 @@ def heads(x: np.ndarray, count: int) -> list[np.ndarray]:
 def repeat_kv(xs: list[np.ndarray], times: int) -> list[np.ndarray]:
     """torch.repeat_interleave over heads."""
     return [x for x in xs for _ in range(times)]
-
-
-def vector_lambda(w: dict, init: float) -> float:
-    return np.exp((w["lambda_q1"] * w["lambda_k1"]).sum()) - np.exp((w["lambda_q2"] * w["lambda_k2"]).sum()) + init
 
 
 Heads = list[np.ndarray]  # (T, d) each

@@ -6,11 +6,8 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -92,13 +89,8 @@ def test_a_crippled_arm_is_worse_a_twin_is_not_a_diverged_one_is_counted(shards:
 def test_interrupted_it_goes_on_and_repeats_what_is_stale(shards: Path, tmp_path: Path, call: Call, typed, monkeypatch) -> None:
     arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", 'evaluations=["perplexity tokens=512"]')
 
-    def stopped(*given: Any, **options: Any) -> Command:
-        process = Command(*given, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return process
-
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "subprocess", SimpleNamespace(Popen=stopped, STDOUT=subprocess.STDOUT))
+        patch.setattr(jobs.subprocess, "Popen", lambda *a, **o: (Command(*a, **o), os.kill(os.getpid(), signal.SIGTERM))[0])
         done = typed(SCRIPT, *arguments)
     assert "stopped; repeat the command to continue" in done.stdout and done.returncode == 143
     log, result = (tmp_path / "toy" / name for name in ("logs/baseline-s1.log", "baseline-s1/eval/perplexity.json"))

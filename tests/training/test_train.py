@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from tests.conftest import ROOT, Typed, assert_one_line_error, run_command, train_arguments
+from tests.faults.runs import ending
 from tests.training import processes
 from training.checkpoint import checkpoints, load_run
 from training.distributed import World
@@ -29,11 +29,6 @@ def metrics(run_dir: Path) -> list[dict]:
 
 def losses(run_dir: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics(run_dir) if "loss" in line}
-
-
-def watched(run_dir: Path) -> list[dict]:
-    """What the monitor saw, without the time that it took."""
-    return [line | {"monitor_s": 0} for line in metrics(run_dir) if "monitor_s" in line]
 
 
 def trained(shards: Path, run_dir: Path, *overrides: str) -> Path:
@@ -98,13 +93,8 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     (continued,) = (line for line in metrics(run_dir) if "continued" in line)
     assert continued["step"] == stopped_at and set(continued["continued"]) == {"machine", "version", "dtype"}
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["resume"]  # the configuration of the newest part
-    assert losses(run_dir) == losses(whole)
-    assert [line["val_loss"] for line in metrics(run_dir) if "val_loss" in line] == [
-        line["val_loss"] for line in metrics(whole) if "val_loss" in line
-    ]
-    assert [line["step"] for line in watched(run_dir)] == [0, 3, 6, 8] and watched(run_dir) == watched(whole)
-    tensors = [load_file(checkpoints(run)[-1] / "model.safetensors") for run in (whole, run_dir)]
-    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+    assert [line["step"] for line in metrics(run_dir) if "monitor_s" in line] == [0, 3, 6, 8]
+    assert ending(run_dir) == ending(whole)
     assert len(checkpoints(run_dir)) == 2  # checkpoint.keep
 
 
@@ -161,18 +151,12 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing_and_a_deleted_one
 
 
 def test_a_skipped_update_is_said_and_recorded(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    norms: list[torch.Tensor] = []
-
-    def clip_grad_norm(parallel: Parallel, limit: float) -> torch.Tensor:
-        norms.append(clip(parallel, limit))
-        return norms[-1] * float("nan" if len(norms) == 2 else 1)
-
-    clip = Parallel.clip_grad_norm
-    monkeypatch.setattr(Parallel, "clip_grad_norm", clip_grad_norm)
+    clip, factors = Parallel.clip_grad_norm, iter((1.0, float("nan"), 1.0, 1.0))
+    monkeypatch.setattr(Parallel, "clip_grad_norm", lambda *given: clip(*given) * next(factors))
     run = trained(shards, tmp_path / "run", "steps=4", "model.n_layer=1")
     (line,) = [line for line in metrics(run) if "skipped" in line]
     assert line["step"] == 2 and line["skipped"].endswith("gradient norm nan")
-    assert "step 2/4 | update skipped: loss " in capsys.readouterr().out and len(norms) == 4
+    assert "step 2/4 | update skipped: loss " in capsys.readouterr().out and not list(factors)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="hydra-optuna-sweeper is installed")
