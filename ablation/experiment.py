@@ -109,8 +109,11 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
     ):
         if unknown := [name for name in names if name is not None and name not in known]:
             raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
-    if len(cfg.plane) not in (0, 2) or len(set(cfg.plane.values())) < len(cfg.plane):
-        raise ValueError(f"plane={cfg.plane} is not two metrics with two titles: name the two whose differences it shows")
+    if len(cfg.plane) not in (0, 2):
+        raise ValueError(f"plane={cfg.plane} is not two metrics: name the two whose differences it shows")
+    for option, titles in (("forest", cfg.forest), ("plane", cfg.plane)):
+        if len(set(titles.values())) < len(titles):
+            raise ValueError(f"{option}={titles} has one title twice: give every metric its own")
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")

@@ -40,10 +40,8 @@ WITH_NUMBERS = 1024  # the smallest vocabulary of a bpe that is sure to have all
 PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=[^\s/])"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # Text on which tokenizers that split or merge differently disagree.
-SAMPLE = (
-    "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
-    "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
-)
+ASCII = "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
+SAMPLE = ASCII + "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
@@ -188,7 +186,7 @@ def read_tokenizer(folder: str | Path, special: bool = False) -> Tokenizer:
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
     tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path, special)
-    check_bytes(tokenizer, "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n")
+    check_bytes(tokenizer, ASCII)
     if not special and (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
         with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's tokenizer
             gpt2 = Tokenizer(_encoding("gpt2"))
