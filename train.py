@@ -90,8 +90,8 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     if run.first == cfg.steps:
         signals.say(f"{run.folder}: already done, {run.first} steps")
         return val_losses(run.folder)[-1]
-    cleanup.push(run)  # before it is entered: it also deletes a folder whose first line could not be written
-    run.__enter__()
+    cleanup.push(run)  # also deletes the folder of a new run whose first line cannot be written
+    run.open_log()
     signals.say(run.opening(compiled, micro_batch))
 
     # ---------------------------------------- loop: each turn first measures and saves the model after `step` steps, then

@@ -222,14 +222,14 @@ class Run:
                 shutil.copyfile(trunk / "metrics.jsonl", self.folder / "metrics.jsonl")  # `Metrics` drops later lines
         return first
 
-    def __enter__(self) -> "Run":
+    def open_log(self) -> None:
+        """The main process begins or continues metrics.jsonl."""
         if self.world.main:
             self.log = Metrics(self.folder, self.cfg.wandb, asdict(self.cfg), self.first)
             if self.first == 0:
                 self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
             else:
                 self.record(self.first, continued={key: self.facts[key] for key in ("machine", "version", "dtype")})
-        return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind and self.log and self.is_new and self.recorded == self.first and not checkpoint.checkpoints(self.folder):

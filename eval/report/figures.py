@@ -67,8 +67,9 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
     with figure(path, 5.2, 3.9 + 0.08 * len(arms)) as axes:
         ax = axes[0, 0]
         for arm in arms:
-            runs = [run for run in arm.runs if run.train]
-            if not (runs := [run for run in runs if not run.diverged] or runs):
+            trained = [run for run in arm.runs if run.train]
+            runs = [run for run in trained if not run.diverged] or trained
+            if not runs:
                 continue
             mean = band(ax, arm, [_training_curve(run, key) for run in runs])
             by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in runs]

@@ -59,7 +59,7 @@ def test_after_a_failure_no_other_run_starts(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(jobs.Pool, "call", lambda *_: 0)
     ran: list[str] = []
     a, b, c, d = (Step(name, tmp_path, ran, fails=name == "b") for name in "abcd")
-    a.check = lambda *_: time.sleep(0.3) or True  # until b has failed
+    a.check = lambda *_: time.sleep(1) or True  # b fails meanwhile
     with pytest.raises(ValueError, match="b failed"):
         jobs.run_jobs([[a, c], [b], [d]], 2, "study", 4)
     assert not ran

@@ -34,7 +34,7 @@ def test_a_probe_sees_the_map_that_was_used(name: str) -> None:
         elif hasattr(attention, "lambda_init"):
             torch.testing.assert_close(sums, (1 - attention.lam()).expand(sums.shape), atol=1e-5, rtol=1e-5)
         assert attention.row_sums == "any" or (sums > 0).all()
-        assert attention.makes_map or attention.row_sums != "one" or (both >= 0).all()
+        assert attention.makes_map or attention.row_sums != "one" or (both >= 0).all()  # a softmax has no negative weight
 
 
 def test_a_row_that_sees_nothing_has_shares_of_zero() -> None:
