@@ -310,8 +310,8 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
 
 def mixed_precision(runs: list[Run]) -> str | None:
     """A note where `dtype=auto` meant different dtypes on the machines of the runs."""
-    dtypes = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
-    if len(dtypes) < 2:
+    dtypes = Counter(run.facts.get("dtype", "a dtype that is not recorded") for run in runs)
+    if len({run.facts["dtype"] for run in runs if "dtype" in run.facts}) < 2:
         return None
     counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(dtypes.items()))
     return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"

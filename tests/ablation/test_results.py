@@ -125,7 +125,7 @@ def test_the_table(tmp_path: Path) -> None:
         run.facts["dtype"] = dtype
     first, unmatched, dtypes = notes(comparison, [1], epochs=0.5)
     assert "; up to 5.12k training tokens, 0.50 epochs" in first and "diff (+2.0%)" in unmatched
-    assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
+    assert dtypes.startswith("Runs were trained in a dtype that is not recorded (4) and bfloat16 (3) and float32 (1), so")
 
 
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, tmp_path: Path, call: Call,
     assert "| chosen for | optim.lr | points tried |" in printed and "| slow | 0.01 | 2 |" in printed
     start = "toy: 9 runs left (6 of them or more for the tuning): their time is not known before the first is finished"
     assert start in printed and "toy: 3 runs left: about 0 minutes, one at a time" in printed
-    assert content["title"] == "toy, tuned with one seed and by trials of 50% of the runs' length"
+    assert content["title"] == "toy, tuned with one seed and by trials of 50% of the longest runs' length"
 
     # The runs' folders are gone, their records are published; without data and texts the same table is made.
     records = list(records_of(folder).values())
