@@ -167,9 +167,8 @@ def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -
     if not results:
         return ", untuned"
     share = max(result.longest for result in results.values()) / run_tokens
-    short = [f"by trials of {share:.0%} of the longest runs' length"] * (share < 0.99)
-    parts = ["with one seed"] * (len(cfg.seeds) == 1) + short
-    return f", tuned {' and '.join(parts)}" if parts else ""
+    how = ["with one seed"] * (len(cfg.seeds) == 1) + [f"by trials of {share:.0%} of the longest runs' length"] * (share < 0.99)
+    return f", tuned {' and '.join(how)}" if how else ""
 
 
 def rates_table(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
