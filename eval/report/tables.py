@@ -310,10 +310,10 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
 
 def mixed_precision(runs: list[Run]) -> str | None:
     """A note where `dtype=auto` meant different dtypes on the machines of the runs."""
-    dtypes = Counter(run.facts.get("dtype", "a dtype that is not recorded") for run in runs)
-    if len({run.facts["dtype"] for run in runs if "dtype" in run.facts}) < 2:
+    dtypes = Counter(run.facts.get("dtype") for run in runs)  # older runs recorded none
+    if len(dtypes.keys() - {None}) < 2:
         return None
-    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(dtypes.items()))
+    counts = " and ".join(sorted(f"{dtype or 'a dtype that is not recorded'} ({count})" for dtype, count in dtypes.items()))
     return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
 
 
