@@ -288,11 +288,3 @@ class Guard:
         loss, norm = self.last if self.in_a_row else (val_loss, math.nan)
         if self.in_a_row or not math.isfinite(val_loss):
             raise Diverged(f"the loss is {loss} at step {step} (gradient norm {norm}), the last one: {ADVICE}")
-
-    def state(self) -> dict[str, Any]:
-        """What the next updates depend on, for a checkpoint."""
-        return {"row": self.in_a_row}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; a checkpoint that was written without a guard has none."""
-        self.in_a_row = state.get("row", 0)
