@@ -107,7 +107,12 @@ class Mixture:
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
         self.sources, self.weights = zip(*parts, strict=True)
-        self._turn, self._before = _pattern(self.weights)
+        assert sum(self.weights) == 100, self.weights
+        self._turn: list[int] = []  # for each of 100 slots: the source (the one furthest behind its share)
+        for slot in range(1, 101):
+            behind = [weight * slot - 100 * self._turn.count(i) for i, weight in enumerate(self.weights)]
+            self._turn.append(behind.index(max(behind)))
+        self._before = [self._turn[:slot].count(which) for slot, which in enumerate(self._turn)]  # slots it has had before
 
     def source_of(self, index: int) -> int:
         """The number of the source that sample `index` comes from."""
@@ -118,15 +123,6 @@ class Mixture:
         which = self._turn[slot]
         number = block * self.weights[which] + self._before[slot]
         return self.sources[which].sample(number, hash_seed(seed, which))  # another seed: equal sources differ in order
-
-
-def _pattern(weights: Sequence[int]) -> tuple[list[int], list[int]]:
-    """For each of 100 slots: the source (the one furthest behind its share), and how many slots it has had before."""
-    assert sum(weights) == 100, weights
-    turn: list[int] = []
-    for slot in range(100):
-        turn.append(max(range(len(weights)), key=lambda i: weights[i] * (slot + 1) - 100 * turn.count(i)))
-    return turn, [turn[:slot].count(which) for slot, which in enumerate(turn)]
 
 
 class Loader:

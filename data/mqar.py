@@ -73,17 +73,15 @@ class Mqar:
         others = np.setdiff1d(np.arange(self.told_slots), told)
         table = np.full((slots, 2), self.blank, dtype=np.int64)
         table[told], table[questions] = pairs, pairs
-        table[others] = self._distractors(rng, len(others), keys[cfg.pairs :])
+        if cfg.kind == "noise":
+            table[others] = rng.integers(cfg.keys + cfg.values, self.blank, (len(others), 2))
+        else:
+            free = keys[cfg.pairs :]
+            table[others, 0] = free[rng.integers(len(free), size=len(others))]
+            table[others, 1] = rng.integers(cfg.keys, cfg.keys + cfg.values, len(others))
         tokens = np.concatenate(([self.blank], table.ravel()))
         distractors = 1 + np.stack((2 * others, 2 * others + 1), axis=1).ravel()
         return Sample(tokens, 1 + 2 * questions, 1 + 2 * told, distractors)
-
-    def _distractors(self, rng: np.random.Generator, slots: int, free: np.ndarray) -> np.ndarray:
-        cfg = self.cfg
-        if cfg.kind == "noise":
-            return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2))
-        keys = free[rng.integers(len(free), size=slots)]
-        return np.stack((keys, rng.integers(cfg.keys, cfg.keys + cfg.values, slots)), axis=1)
 
 
 def shortest_row(cfg: MqarConfig) -> int:

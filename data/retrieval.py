@@ -57,13 +57,6 @@ def _in_split(number: int, split: str) -> bool:
     return (scrambled % EVAL_EVERY == 0) == (split == "eval")
 
 
-def spell(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """The tokens of " text" in two parts: tokens of the space alone (most tokenizers make none), and all others."""
-    tokens = tokenizer.encode(f" {text}")
-    first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
-    return tokens[:first], tokens[first:]
-
-
 @dataclass(frozen=True)
 class Fact:
     """A sentence's tokens in two parts: "\\nThe magic number of Paris is" and " 4817.", cut where the first digit is."""
@@ -88,9 +81,13 @@ class Facts:
         if count > len(self.keys):
             raise ValueError(f"{count} needles are more than the {len(self.keys)} cities: use at most that many")
         chosen = rng.choice(len(self.keys), count, replace=False)
-        spelled = [spell(self.tokenizer, f"{number}.") for number in draw_numbers(rng, self.split, self.digits, count)]
-        # A space that is a token by itself belongs to the question, so it ends the prompt.
-        return [Fact(self.keys[i] + space, value) for i, (space, value) in zip(chosen, spelled, strict=True)]
+        facts = []
+        for i, number in zip(chosen, draw_numbers(rng, self.split, self.digits, count), strict=True):
+            tokens = self.tokenizer.encode(f" {number}.")
+            # A space that is a token by itself (most tokenizers make none) belongs to the question, so it ends the prompt.
+            cut = next(place for place, token in enumerate(tokens) if self.tokenizer.token_bytes(token).strip())
+            facts.append(Fact(self.keys[i] + tokens[:cut], tokens[cut:]))
+        return facts
 
 
 class RetrievalSource:
