@@ -130,14 +130,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def replace_folder(path: Path, partial: Path) -> None:
     """Give the folder `partial` the name `path`, in place of an older folder."""
+    replaced = _temporary(path)
     if path.is_dir():
-        replaced = _temporary(path)
         os.replace(path, replaced)
-        os.replace(partial, path)
-        with suppress(OSError):
-            remove(replaced)
-    else:
-        os.replace(partial, path)
+    os.replace(partial, path)
+    with suppress(OSError):  # there was none, or another program holds a file in it open
+        remove(replaced)
 
 
 def _temporary(path: Path) -> Path:
