@@ -35,8 +35,8 @@ from training.distributed import join_world, pick_dtype
 BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode)}
 
 
-def check(cfg: BenchConfig) -> None:
-    """Raise ValueError, with what to type, for names that do not exist."""
+@command("bench", BenchConfig)
+def main(cfg: BenchConfig) -> None:
     for key, given, allowed in (
         ("what", [cfg.what], BENCHES),
         ("variants", cfg.variants or [], model_files()),
@@ -44,11 +44,6 @@ def check(cfg: BenchConfig) -> None:
     ):
         if unknown := [name for name in given if name not in allowed]:
             raise ValueError(f"{key} has no '{unknown[0]}': use {', '.join(allowed)}")
-
-
-@command("bench", BenchConfig)
-def main(cfg: BenchConfig) -> None:
-    check(cfg)
     if cfg.what == "decode" and cfg.dtype == "auto":
         cfg.dtype = "float32"
     world, load = join_world(cfg.device), os.getloadavg()[0]

@@ -78,18 +78,13 @@ def write(run: LoadedRun, texts: Sequence[Text], cfg: SampleConfig) -> Iterator[
             yield text
 
 
-def prompts_of(value: Any) -> list[str]:
-    """A text or a list of texts as a list; one empty prompt for None."""
-    prompts = [""] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    if any(isinstance(prompt, (list, dict)) or prompt is None for prompt in prompts):
-        raise ValueError('prompt is neither a text nor a list of texts: type a list as prompt=\'["one","two"]\'')
-    return [str(prompt) for prompt in prompts]
-
-
 def texts_to_write(cfg: SampleConfig, run: LoadedRun) -> list[Text]:
     """One text for each prompt and seed."""
     texts, context = [], run.model.cfg.context
-    for prompt in prompts_of(cfg.prompt):
+    prompts = cfg.prompt if isinstance(cfg.prompt, list) else ["" if cfg.prompt is None else cfg.prompt]
+    if any(isinstance(prompt, (list, dict)) or prompt is None for prompt in prompts):
+        raise ValueError('prompt is neither a text nor a list of texts: type a list as prompt=\'["one","two"]\'')
+    for prompt in map(str, prompts):
         start = [run.tokenizer.eot, *run.tokenizer.encode(prompt)]
         limit = cfg.max_tokens or min(MAX_TOKENS, context - len(start))
         if limit < 1:
