@@ -107,7 +107,10 @@ def join_world(device: str = "auto") -> World:
     if where.type == "cpu":
         _keep_freed_memory()
     else:
-        _refuse_shared_gpus(where)
+        processes, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if processes > (count if where.index is None else 1):  # nccl cannot share a GPU
+            wrong = f"{processes} processes would share the GPUs of device={where}"
+            raise ValueError(f"{wrong}: use device=cuda and torchrun --nproc_per_node={count} or less")
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
         gc.collect()  # an earlier run of a sweep may have left its model, its cache and its peak
@@ -126,14 +129,6 @@ def join_world(device: str = "auto") -> World:
             why = str(error).splitlines()[0]
             raise ConnectionError(f"not all of WORLD_SIZE={size} processes came ({why}): start all, or unset RANK") from None
     return World(rank, size, where, store)
-
-
-def _refuse_shared_gpus(device: torch.device) -> None:
-    """ValueError if several processes of this machine would use one GPU, which nccl cannot."""
-    processes, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if processes > (count if device.index is None else 1):
-        wrong = f"{processes} processes would share the GPUs of device={device}"
-        raise ValueError(f"{wrong}: use device=cuda and torchrun --nproc_per_node={count} or less")
 
 
 def pick_device(wish: str) -> torch.device:
