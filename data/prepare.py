@@ -50,9 +50,6 @@ class PrepareConfig:
     data: DataConfig = MISSING
 
 
-Item = tuple[int, str, np.ndarray]  # number of the document, its split, its next tokens
-
-
 @dataclass
 class Split:
     """One split being written: the shards finished, and the tokens waiting for the next one."""
@@ -158,7 +155,8 @@ class Preparation:
                 with contextlib.suppress(OSError):
                     self.folder.rmdir()
 
-    def _items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
+    def _items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[tuple[int, str, np.ndarray]]:
+        """(number of the document, its split, its next tokens), in order."""
         print("reading the text to choose the validation documents", flush=True)
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf

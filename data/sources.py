@@ -311,16 +311,12 @@ def _stdlib_texts() -> list[str]:
     seen: set[str] = set()
     for path in paths:
         source = path.read_bytes()
-        texts += _topics(source) if path.parent.name == "pydoc_data" else [_docstrings(source, root, path, seen)]
+        if path.parent.name != "pydoc_data":
+            texts.append(_docstrings(source, root, path, seen))
+        elif path.name == "topics.py":  # comments, then one dictionary
+            topics = ast.literal_eval(source.decode().partition("topics = ")[2])
+            texts += _without_excerpts([clean(text) for _, text in sorted(topics.items())])
     return texts
-
-
-def _topics(source: bytes) -> list[str]:
-    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that `_without_excerpts` drops."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
-            return _without_excerpts([clean(text) for _, text in sorted(ast.literal_eval(node.value).items())])
-    return []
 
 
 def _without_excerpts(texts: list[str]) -> list[str]:

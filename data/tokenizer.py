@@ -4,8 +4,6 @@ All but the last kind wrap a `tiktoken.Encoding`; the package `tokenizers` runs 
 tokenizer has a fingerprint, which shards and checkpoints record.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools
@@ -74,7 +72,11 @@ class Tokenizer:
         self.name: str = encoding.name
         self.vocab_size: int = encoding.n_vocab
         self.eot: int = encoding.eot_token
-        self.fingerprint: str = _fingerprint(encoding)
+        digest = hashlib.sha256(encoding._pat_str.encode())
+        for piece, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+            digest.update(b"%d %s\n" % (rank, piece.hex().encode()))
+        digest.update(json.dumps(encoding._special_tokens, sort_keys=True).encode())
+        self.fingerprint: str = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`."""
@@ -301,14 +303,6 @@ def tokenizer_of_words(words: Sequence[str]) -> Tokenizer:
     """A tokenizer that knows these words alone: word i is token i, end-of-text comes last. It is saved as a bpe is."""
     pattern = "|".join(rf"{re.escape(word)}\b" for word in words)
     return Tokenizer(_encoding_of("bpe", [word.encode() for word in words], pattern))
-
-
-def _fingerprint(encoding: tiktoken.Encoding) -> str:
-    digest = hashlib.sha256(encoding._pat_str.encode())
-    for piece, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-        digest.update(b"%d %s\n" % (rank, piece.hex().encode()))
-    digest.update(json.dumps(encoding._special_tokens, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
