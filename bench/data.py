@@ -69,8 +69,7 @@ def waits(step: TrainingStep, source: Source, rounds: int) -> dict[str, float]:
 def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 if tiktoken has its file or can download it.
 
-    The ratio is to tiktoken alone (`encode_ordinary` of the whole text). data.prepare reads the text, splits off validation,
-    tokenizes on one thread, and writes checked shards; its main thread reads and writes at the same time.
+    data.prepare tokenizes on one thread; its main thread reads and writes at the same time.
     """
     rows, size = [], len(TEXT.encode())
     with tempfile.TemporaryDirectory() as folder:

@@ -49,10 +49,7 @@ def attempt(build: Callable[[], Any]) -> Any:
 
 
 def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rounds: int, device: torch.device) -> None:
-    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work.
-
-    A work that fails in a later round, for example for lack of memory, leaves its row without times; the others go on.
-    """
+    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work."""
     repeats = {}
     for i, (row, work) in enumerate(zip(rows, works, strict=True)):
         calls = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
@@ -64,7 +61,7 @@ def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rou
         for _ in range(rounds):
             for i in list(repeats):
                 seconds = attempt(partial(seconds_of, works[i], repeats[i], device))
-                if isinstance(seconds, str):
+                if isinstance(seconds, str):  # for lack of memory, for example
                     rows[i].not_measured[measure] = seconds
                     del rows[i].seconds[measure], repeats[i]
                 else:

@@ -133,10 +133,7 @@ def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
 
 
 def train(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps on random tokens: 8 sequences on a CPU, 64 on CUDA, with the context of size=.
-
-    With peer=, the stack gpt2 is compared with nanoGPT.
-    """
+    """Training steps on random tokens: 8 sequences on a CPU, 64 on CUDA, with the context of size=."""
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     if cfg.peer is not None:
         return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
@@ -156,8 +153,7 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
 def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
     """nanoGPT and the stack gpt2 in every mode that `dtype` and `compile` leave open, each in another process, in turn.
 
-    The table's ratio is to nanoGPT's first row, eager float32, its default on a CPU. Other columns: the ratio to nanoGPT in
-    the same mode, with the 95 % interval of the median; the ratio to nanoGPT's fastest mode; and the memory of a step.
+    The table's ratio is to nanoGPT's first row, eager float32, its default on a CPU. low, high: a 95 % interval of the median.
     """
     nanogpt(cfg.peer)  # a wrong folder is refused before any process starts
     auto = str(pick_dtype("auto", world.device)).removeprefix("torch.")
