@@ -71,7 +71,7 @@ class Monitor:
             for hook in hooks:
                 hook.remove()
         for i, values in readings.items():
-            values |= of_maps(maps.layers[i]) | of_pair(maps.pairs[i])
+            values |= of_maps(maps.layers[i], maps.pairs[i])
         keys = [(i, name) for i, values in readings.items() for name in values]
         numbers = torch.stack([readings[i][name].float() for i, name in keys]).tolist()  # one transfer
         return _summary(dict(zip(keys, numbers, strict=True))) | {"monitor_s": time.perf_counter() - start}
@@ -100,24 +100,19 @@ def evenly(n: int, count: int) -> list[int]:
     return sorted({round(i * (n - 1) / (count - 1)) for i in range(count)})
 
 
-def of_maps(maps: Tensor) -> dict[str, Tensor]:
-    """Of signed attention maps (B, heads, R, S): means over windows, heads and query rows."""
+def of_maps(maps: Tensor, pair: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """Of signed attention maps (B, heads, R, S), and of the pair of maps of differential heads: means over all but S."""
     first = first_share(maps)  # (B, heads, R)
-    return {
+    values = {
         "entropy": entropy(maps).mean(),
         "first": first.mean(),
         "sinks": (first.mean(-1) > SINK).float().mean(),
         "mass": maps.sum(-1).mean(),
         "negative": negative_share(maps).mean(),
     }
-
-
-def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Of the two maps of differential heads, (B, heads, R, S) each, and their overlap; {} for other layers."""
-    if maps is None:
-        return {}
-    values = {"overlap": overlap(*maps).mean()}
-    for c, each in enumerate(maps, start=1):
+    if pair:
+        values["overlap"] = overlap(*pair).mean()
+    for c, each in enumerate(pair or (), start=1):
         values |= {f"entropy_{c}": entropy(each).mean(), f"first_{c}": first_share(each).mean()}
     return values
 
