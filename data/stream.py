@@ -22,10 +22,8 @@ from data.shards import open_split, read_meta
 from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
 
 # Options that only data.prepare reads, as meta.json names them.
-PREPARING = (
-    *("dataset", "subset", "split", "data_files", "column", "val_fraction", "max_tokens", "shard_tokens"),
-    *("tokenizer.name", "tokenizer.path", "tokenizer.vocab_size"),
-)
+PREPARING = set("dataset subset split data_files column val_fraction max_tokens shard_tokens".split())
+PREPARING |= {"tokenizer.name", "tokenizer.path", "tokenizer.vocab_size"}
 
 
 def is_task(cfg: DataConfig) -> bool:

@@ -66,9 +66,7 @@ class TrainConfig:
 # The groups and fields that say what a run is: a resume may not change them. (It may change dtype and compile.)
 IDENTITY = ("model", "data", "optim", "steps", "batch_tokens", "seed", "init_from")
 # Fields of these groups that only say where and how a machine reads data and computes (longest_line, expansion: of old runs).
-LOCAL_ONLY = (
-    "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
-)  # fmt: skip
+LOCAL_ONLY = set("data.dir data.path data.workers data.longest_line data.expansion data.streaming model.backend".split())
 
 
 def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) -> None:
@@ -91,7 +89,7 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
     """ValueError on all processes if one has another configuration, text or code than the main one."""
     if world.size == 1:
         return
-    settings = {key: value for key, value in flatten(asdict(cfg)).items() if key not in (*LOCAL_ONLY, "device")}
+    settings = {key: value for key, value in flatten(asdict(cfg)).items() if key not in LOCAL_ONLY | {"device"}}
     everybody: list[dict] = [{}] * world.size
     dist.all_gather_object(everybody, settings | {"the text's digest": text_digest(cfg.data), "the code's version": version()})
     for rank, other in enumerate(everybody):
