@@ -108,17 +108,17 @@ class RetrievalSource:
 
     def sample(self, index: int, seed: int) -> np.ndarray:
         rng = np.random.default_rng([seed, index])
-        kind = self._dense if rng.integers(100) < self.cfg.dense else self._needle
-        return kind(rng, index, seed)
+        tokens = self._dense(rng) if rng.integers(100) < self.cfg.dense else self._needle(rng, index, seed)
+        return np.array(tokens[: self.length + 1], dtype=np.int64)
 
-    def _dense(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
+    def _dense(self, rng: np.random.Generator) -> list[int]:
         facts = self.facts.draw(rng, int(rng.integers(1, self.cfg.needles + 1)))
         tokens = [self.tokenizer.eot]
         while len(tokens) < self.length + 1:
             tokens += facts[rng.integers(len(facts))].tokens
-        return np.array(tokens[: self.length + 1], dtype=np.int64)
+        return tokens
 
-    def _needle(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
+    def _needle(self, rng: np.random.Generator, index: int, seed: int) -> list[int]:
         fit = self.length // (3 * self.longest)  # a third of the window for the facts, a third for the questions
         facts = self.facts.draw(rng, int(rng.integers(1, min(self.cfg.needles, fit) + 1)))
         room = self.length + 1 - 2 * sum(len(f.tokens) for f in facts) - 1
@@ -130,7 +130,7 @@ class RetrievalSource:
         tokens = [self.tokenizer.eot, *context]
         while len(tokens) < self.length + 1:
             tokens += [token for i in rng.permutation(len(facts)) for token in facts[i].tokens]
-        return np.array(tokens[: self.length + 1], dtype=np.int64)
+        return tokens
 
 
 def as_one_document(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
