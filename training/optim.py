@@ -55,9 +55,8 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
         optimizers.append(Muon([group], world, momentum=cfg.momentum))
-    adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay)]
-    adamw += [_group(split[name], cfg.lr, 0.0) for name in ("undecayed", "scalars")]
-    groups = [group for group in adamw if group["params"]]
+    decays = {"decayed": cfg.weight_decay, "undecayed": 0.0, "scalars": 0.0}
+    groups = [_group(split[name], cfg.lr, decay) for name, decay in decays.items() if split[name]]
     optimizers.append(torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True))
     return optimizers
 
