@@ -100,9 +100,8 @@ def _download_shakespeare() -> str:
 
 
 def text_files(cfg: DataConfig) -> Corpus:
-    """Local files READ, in order of name: `cfg.path` is a file, a folder (with everything below it) or a glob, `cfg.column` the
-    key or column of the text. A .txt file is one document, or several that <|endoftext|> separates; one of over 16M characters
-    is cut. A single .csv or .json file, and a folder of save_to_disk, are read as `hugging_face` reads them.
+    """The files READ in `_files_in(cfg.path)`. A .txt file is one document, or several that <|endoftext|> separates.
+    A single .csv or .json file, and a folder of save_to_disk, are read as `hugging_face` reads them.
     """
     if cfg.path is None:
         raise ValueError("data=text needs a file, folder or glob: add path=FILE")

@@ -179,7 +179,6 @@ def read_tokenizer(folder: str | Path, special: bool = False) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
     GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
-    special: as of `Tokenizer`.
     """
     path = Path(folder) / FILE
     if not path.is_file():
