@@ -60,11 +60,7 @@ def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> H
             break
     if not total or fits:
         return HoldOut(fraction)
-    return _filled(sizes, Fraction(fraction) * total)
-
-
-def _filled(sizes: Counter[float], wanted: Fraction) -> HoldOut:
-    order = sorted(sizes)
+    order, wanted = sorted(sizes), Fraction(fraction) * total
     for number in order:
         if wanted <= sizes[number]:
             break
