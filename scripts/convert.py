@@ -80,13 +80,12 @@ def main(cfg: ConvertConfig) -> None:
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=...")
     source = open_source(cfg)
     windows = text_windows(source, cfg)
-    how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
-    record = convert_run(how, source, windows, cfg)
+    record = convert_run(source, windows, cfg)
     print("\n".join(describe(record)))
     if settings:
         print(write_settings(settings.config, Path(cfg.run_dir)))
     more = {"steps": 500} | (settings.training if settings else {})
-    print("train on   python train.py " + shlex.join(train_overrides(load_run(cfg.run_dir), how, more)))
+    print("train on   python train.py " + shlex.join(train_overrides(load_run(cfg.run_dir), cfg, more)))
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
@@ -121,18 +120,18 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     return cut_windows(parts, length, max(cfg.tokens, length))
 
 
-def convert_run(how: Conversion, source: LoadedRun, windows: np.ndarray | None, cfg: ConvertConfig) -> dict[str, Any]:
+def convert_run(source: LoadedRun, windows: np.ndarray | None, cfg: ConvertConfig) -> dict[str, Any]:
     """Convert `source`, measure what has changed, and write the run directory; returns the record of the conversion."""
     shape, generator = (4, min(source.model.cfg.context, 128)), torch.Generator().manual_seed(cfg.seed)
     tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=generator)  # (B, T)
     if windows is not None:
         tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])
-    model = convert(source.model, how, cfg.seed, tokens)
+    model = convert(source.model, cfg, cfg.seed, tokens)
     record = {
         "source": str(source.path),
         "run": Path(cfg.run_dir).name,
-        "conversion": asdict(how),
-        "exact": how.exact,
+        "conversion": {f.name: getattr(cfg, f.name) for f in fields(Conversion)},
+        "exact": cfg.exact,
         "seed": cfg.seed,
         "parameters": [m.num_params(non_embedding=False) for m in (source.model, model)],
         "machine": machine(),
