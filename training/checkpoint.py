@@ -283,7 +283,10 @@ class Saver:
                     write_tensors(partial / name, tensors, header)
 
         def publish() -> None:
-            complete(partial, state)
+            state["sha256"] = {path.name: sha256(path) for path in sorted(partial.iterdir())}
+            (partial / STATE).write_text(json_text(state | {"checksum": state_checksum(state)}, indent=1))
+            for path in (*partial.iterdir(), partial):
+                flush(path)
             replace_folder(folder, partial)
             flush(folder.parent)  # before other checkpoints are deleted
             self._prune(step)
@@ -353,14 +356,6 @@ def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
         if mine:
             kept[name], begins[name] = tensor.detach().to("cpu", copy=copy).contiguous(), {"saved_offsets": begin}
     return kept, {"DCP_SHARDING_INFO": json.dumps(begins)} if split else None
-
-
-def complete(partial: Path, state: dict[str, Any]) -> None:
-    """Write the state file, and wait until the whole folder is on the disk."""
-    state = state | {"sha256": {path.name: sha256(path) for path in sorted(partial.iterdir())}}
-    (partial / STATE).write_text(json_text(state | {"checksum": state_checksum(state)}, indent=1))
-    for path in (*partial.iterdir(), partial):
-        flush(path)
 
 
 def flush(path: Path) -> None:
