@@ -254,16 +254,13 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     # Files beside OWNER/NAME lie on the hub; those beside a builder, such as json or parquet, are local.
     local = os.path.join(folder, cfg.data_files or "") if folder or "/" not in cfg.dataset else ""
 
-    def read() -> Iterator[str]:
-        return (_text_of(row, cfg.column, cfg.dataset) for row in _rows(cfg, local))
-
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     if local:
         paths = _files_in(local)
         _refuse_copies([path for path in paths if TEXT_NAME.fullmatch(path.name)])
         content = content_of([path for path in paths if not path.name.startswith("cache-")])
         identity |= {"data_files": cfg.data_files, "content": content}
-    return Corpus(identity, read)
+    return Corpus(identity, lambda: (_text_of(row, cfg.column, cfg.dataset) for row in _rows(cfg, local)))
 
 
 def _rows(cfg: DataConfig, local: str) -> Iterator[dict]:
