@@ -47,9 +47,8 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
 def run_id(run_dir: Path) -> str:
     """The id of the folder's wandb run; a copy of a folder that still stands elsewhere gets another one."""
     path, here = run_dir / ID_FILE, str(run_dir.resolve())
-    lines = path.read_text().split("\n") if path.is_file() else [""]
-    known, folder = lines[0], lines[1] if len(lines) > 1 else here  # an older file has no folder
-    if not known or (folder != here and Path(folder, ID_FILE).is_file()):
+    known, _, folder = path.read_text().partition("\n") if path.is_file() else ("", "", "")
+    if not known or (folder not in ("", here) and Path(folder, ID_FILE).is_file()):  # an older file has no folder
         known = secrets.token_hex(4)
     write_atomic(path, f"{known}\n{here}".encode())
     return known
