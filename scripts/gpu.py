@@ -28,14 +28,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 pytest scipy tqdm safetensors tokenizers tiktoken"
 try:
     from omegaconf import OmegaConf
 
     from configs.composing import merged, quoted
     from configs.files import read_json_lines, read_json_object, write_atomic, write_json
-    from configs.provenance import machine, version
+    from configs.provenance import ROOT, machine, version
 except ModuleNotFoundError as error:
     fix = f"pip install {PACKAGES} (without network, their wheels, which pip wheel --no-deps makes on another machine)"
     print(f"error: this Python has no {error.name}: {fix}", file=sys.stderr)
