@@ -182,11 +182,6 @@ def plus_minus(value: float, se: float, form: str = ".3f") -> str:
     return f"{value:{form}}" if math.isnan(se) else f"{value:{form}} ± {se:{form.removeprefix('+')}}"
 
 
-def run_name(run: str | Path) -> str:
-    """The run's name, which is the name of its folder."""
-    return Path(run).resolve().name
-
-
 def given_input(settings: Mapping[str, Any]) -> str | None:
     """The text, folder or file that an evaluation was given to measure on; None for the run's text."""
     return next((settings[key] for key in INPUTS if settings.get(key)), None)
@@ -252,7 +247,7 @@ def write_result(
     The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
     draw(path, results, title, colour).
     """
-    folder, title = Path(cfg.out or cfg.run), run_name(cfg.run)
+    folder, title = Path(cfg.out or cfg.run), Path(cfg.run).resolve().name
     for line in lines:
         say(f"{name}  {title}: {line}")
     record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
@@ -274,9 +269,7 @@ def colour(variant: str) -> str:
 def variant(config: dict[str, Any]) -> str:
     """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
     fitting = {name: group for name, group in model_files().items() if _fits(config["model"], group)}
-    if not fitting:
-        return f"layers={config['model'].get('layers')}"
-    return max(fitting, key=lambda name: len(str(fitting[name])))
+    return max(fitting, key=lambda name: len(str(fitting[name])), default=f"layers={config['model'].get('layers')}")
 
 
 @functools.cache

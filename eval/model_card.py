@@ -6,13 +6,13 @@ import yaml
 
 from configs.files import read_json_lines
 from data.stream import text_read
-from eval.common import run_name, variant
+from eval.common import variant
 from training.checkpoint import LoadedRun
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:
     """The Markdown of the card, without paths of this machine. form: the folder's format. load: Python lines that load it."""
-    name, cfg = run_name(run.path), run.model.cfg
+    name, cfg = run.path.resolve().name, run.model.cfg
     kind = variant(run.config) if "model" in run.config else f"layers={cfg.layers}"
     head = {"tags": ["attention-noise", kind], "pipeline_tag": "text-generation"}
     head |= {"library_name": "transformers"} if form not in ("safetensors", "axolotl") else {}

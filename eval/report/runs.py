@@ -14,7 +14,7 @@ import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
 from data.stream import text_read
-from eval.common import INK, INPUTS, colour, command_of, given_input, run_name, variant
+from eval.common import INK, INPUTS, colour, command_of, given_input, variant
 from eval.needle_text import trained_digits
 from eval.report.statistics import spikes
 from training.run import deciding
@@ -172,7 +172,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError(f"{folder / 'eval' / name}.json has no results: {again}")
     return Run(
         folder=folder,
-        label=run_name(folder),
+        label=folder.resolve().name,
         variant=variant(config),
         config=config,
         facts=lines[0] if lines else {},
