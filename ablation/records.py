@@ -29,6 +29,7 @@ LAST_TENTHS = ("loss_text", "loss_retrieval", "lr", "grad_norm", "tokens_per_s",
 # Settings of train.py that decide what a run logs, and not what it learns.
 MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
+DEFAULTS = deciding(asdict(TrainConfig()))
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
 
 Record = dict[str, Any]
@@ -123,13 +124,7 @@ def rounded(content: Any) -> Any:
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
     """The values that decide a run's losses and differ from the defaults, under dotted keys."""
-    default = deciding(_defaults())
-    return {key: value for key, value in deciding(config).items() if default.get(key) != value}
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return asdict(TrainConfig())
+    return {key: value for key, value in deciding(config).items() if DEFAULTS.get(key) != value}
 
 
 def records_of(folder: Path, *kept: Path) -> dict[str, Record]:

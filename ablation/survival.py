@@ -57,9 +57,6 @@ def kaplan_meier(runs: Arrivals) -> Row:
     arrived = [time for time, seen in runs if seen]
     wilson = stats.binomtest(len(arrived), len(runs)).proportion_ci(method="wilson")  # Wilson 1927
     row = {"n": len(runs), "arrived": len(arrived), "arrived_low": float(wilson.low), "arrived_high": float(wilson.high)}
-    row |= {"times": [], "share": [], "share_low": [], "share_high": []}
-    if not arrived:
-        return row | {"median": None, "low": None, "high": None}
     survival = stats.ecdf(_censored(runs)).sf
     with warnings.catch_warnings(action="ignore"):  # scipy warns that the interval is undefined where no run is left
         interval = survival.confidence_interval(0.95, method="log-log")
@@ -68,11 +65,11 @@ def kaplan_meier(runs: Arrivals) -> Row:
         np.array(values)[at]
         for values in (survival.quantiles, survival.probabilities, interval.low.probabilities, interval.high.probabilities)
     )
-    if shares[-1] == 0:
+    if arrived and shares[-1] == 0:
         lows[-1], highs[-1] = 0.0, highs[-2] if len(highs) > 1 else 1.0
-    row["times"] = times.tolist()
-    for name, end, side in (("share", "median", shares), ("share_low", "low", lows), ("share_high", "high", highs)):
-        row |= {name: side.tolist(), end: next((t for t, s in zip(row["times"], side, strict=True) if s <= 0.5 + 1e-9), None)}
+    row |= {"times": times.tolist(), "share": shares.tolist(), "share_low": lows.tolist(), "share_high": highs.tolist()}
+    for end, side in (("median", shares), ("low", lows), ("high", highs)):
+        row[end] = next((t for t, s in zip(row["times"], side, strict=True) if s <= 0.5 + 1e-9), None)
     return row
 
 
@@ -126,7 +123,7 @@ def table(name: str, what: str, levels: dict[str, list[Row]], pairs: dict[str, l
     heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", *tested)]
     arms = [["arm", *heads]]
     for rows in zip(*levels.values(), strict=True):
-        arms.append([rows[0]["arm"], *(cell for row in rows for cell in (_share(row), _half(row), *_p(row)))])
+        arms.append([rows[0]["arm"], *(cell for row in rows for cell in (*_arrived(row), *_p(row)))])
     parts = [["pair", "point", *(f"{head} {level}" for level in pairs for head in tested)]]
     for rows in zip(*pairs.values(), strict=True):
         parts.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *(p for row in rows for p in _p(row))])
@@ -134,12 +131,11 @@ def table(name: str, what: str, levels: dict[str, list[Row]], pairs: dict[str, l
     return f"**{name}: training tokens to a {what}**\n\n{tables}\n{ABOUT}\n"
 
 
-def _share(row: Row) -> str:
-    return f"{row['arrived']} of {row['n']} ({row['arrived_low']:.2f} to {row['arrived_high']:.2f})"
-
-
-def _half(row: Row) -> str:
-    return "{} ({} to {})".format(*("-" if row[end] is None else f"{row[end] / 1e6:.2f}" for end in ("median", "low", "high")))
+def _arrived(row: Row) -> list[str]:
+    """How many runs arrive, and the million tokens after which half of them have."""
+    median, low, high = ("-" if row[end] is None else f"{row[end] / 1e6:.2f}" for end in ("median", "low", "high"))
+    share = f"{row['arrived']} of {row['n']} ({row['arrived_low']:.2f} to {row['arrived_high']:.2f})"
+    return [share, f"{median} ({low} to {high})"]
 
 
 def _p(row: Row) -> list[str]:
