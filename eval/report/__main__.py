@@ -21,7 +21,7 @@ from eval.report.figures import short_labels
 from eval.report.page import Content, draw_report, page
 from eval.report.runs import Arm, arms_of, read_runs
 from eval.report.statistics import PAIRED, Difference
-from eval.report.tables import difference_lines, differences, headline_table, markdown, notes, report_lines, sections, verdicts
+from eval.report.tables import difference_lines, differences, headline_table, markdown, notes, sections, verdicts
 from eval.viewer import ViewerConfig, viewer_of
 
 
@@ -110,7 +110,9 @@ def _difference(one: Difference) -> dict[str, Any]:
 def as_markdown(content: Content) -> str:
     """The tables, and which run a short name stands for. Names are never markup."""
     arms, head = content.arms, f"difference to {content.arms[0].name} [95 % interval]"
-    tables = report_lines(arms, content.rows), difference_lines(arms, content.rows, content.contrasts, head)
+    heads = [f"{arm.name} (n = {len(arm.runs)})" if arm.several else arm.name for arm in arms]
+    numbers = [["", *heads]] + [[row.name, *(cell.text for cell in row.cells)] for row in content.rows]
+    tables = numbers, difference_lines(arms, content.rows, content.contrasts, head)
 
     def plain(text: str) -> str:
         return html.escape(text, quote=False).replace("|", "\\|")

@@ -16,7 +16,6 @@ from eval.report.statistics import PAIRED, Difference, correct, geometric_interv
 
 FLOPS = ", equal FLOPs"
 GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin of equivalence
-EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
 PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch", "p_equal")
 OF_ARM = ("name", "arm", "point", "reference", "variant", "overrides", "facts")
 
@@ -146,17 +145,12 @@ class Comparison:
         return numbers | {"difference": test and test.numbers(*PAIRED), "p_holm": test and test.p_holm}
 
     def models_json(self) -> dict[str, Any]:
-        mixed = {metric: {point: _of_model(model) for point, model in at.items()} for metric, at in self.models.items()}
+        mixed = {metric: {point: model.summary() for point, model in at.items()} for metric, at in self.models.items()}
         pairs = {metric: [] for metric in mixed if not metric.endswith(FLOPS)}
         for one in self.pairs:
             place = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference, "differences": one.by_seed}
             pairs[one.metric].append(place | one.numbers(*PAIR))
         return {"mixed": mixed, "pairs": pairs}
-
-
-def _of_model(model: MixedModel) -> dict[str, Any]:
-    effects = {arm: one.numbers(*EFFECT) for arm, one in model.effects.items()}
-    return model.summary() | {"effects": effects, "bartlett_p": model.bartlett_p, "slope": model.slope}
 
 
 def profile(arms: list[Arm], path: str, parts: Mapping[str, Sequence[str]]) -> Comparison | None:

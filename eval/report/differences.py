@@ -18,6 +18,7 @@ from eval.report.statistics import LEVEL, Difference, correct, detectable_effect
 
 FEWEST_DF = 3  # of the pooled error of two seeds, that is of four arms; with fewer, only paired intervals are shown
 DRAWS = 2**18  # samples of the multivariate t: its quantiles' standard error is below 0.01 for df >= 4, and 0.03 for 2
+EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
 
 
 def long_table(arms: list[Arm], values: Mapping[Any, Sequence[Sequence[Any]]]) -> pd.DataFrame:
@@ -130,15 +131,16 @@ class MixedModel:
         return effects
 
     def summary(self) -> dict[str, Any]:
-        """Standard deviations of the error (with its 95 % interval) and of the seeds' blocks; `detectable`: with 80 % power."""
+        """Its numbers. sd: of the error, with its 95 % interval; sd_seed: of the seeds' blocks; detectable: with 80 % power."""
         n, df, sd = int(self.values[self.reference].count()), self.df, math.sqrt(self.error)
         low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
         whole = [one.se for one in self.effects.values() if one.n == n] or [one.se for one in self.effects.values()]
         # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one.
         least = max(whole) * detectable_effect(df + 1) * math.sqrt(df + 1)
-        of_seeds = math.sqrt(self.error * self.ratio)
+        of_seeds, effects = math.sqrt(self.error * self.ratio), {arm: one.numbers(*EFFECT) for arm, one in self.effects.items()}
         return {"reference": self.reference, "n": n, "sd": sd, "sd_low": low, "sd_high": high, "sd_seed": of_seeds, "df": df,
-                "critical": self.critical, "detectable": least}  # fmt: skip
+                "critical": self.critical, "detectable": least, "effects": effects, "bartlett_p": self.bartlett_p,
+                "slope": self.slope}  # fmt: skip
 
 
 def welch_p(one: pd.Series, other: pd.Series) -> float | None:

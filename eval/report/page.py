@@ -82,37 +82,30 @@ def render(template: str, **content: Any) -> str:
     """Fill in a template of this package. All text is escaped; `file("NAME")` inserts a style or script unescaped."""
     loader = FileSystemLoader(TEMPLATES)
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"anchor": anchor, "minus": minus, "base64": lambda content: base64.b64encode(content).decode()}
+    made.filters |= {"minus": minus, "base64": lambda content: base64.b64encode(content).decode()}
+    made.filters["anchor"] = lambda heading: re.sub(r"\W+", "-", heading.lower()).strip("-")
     made.globals |= {"version": version(), "file": lambda name: Markup((TEMPLATES / name).read_text())}
     return made.get_template(template).render(**content)
-
-
-def anchor(heading: str) -> str:
-    return re.sub(r"\W+", "-", heading.lower()).strip("-")
 
 
 def page(content: Content, out: Path) -> str:
     arms = content.arms
     variants = list(dict.fromkeys(arm.variant for arm in arms))
     title = f"{', '.join(variants[:-1])} and {variants[-1]}" if len(variants) > 1 else variants[0]
+    clear = [any(one.resolved for one in main_numbers(arm, content.contrasts)) for arm in arms[1:]]
+    resolved = ["Resolved" if of_arm else "Not resolved" for of_arm in clear]
     return render(
         "report.html",
         content=content,
         title=title[0].upper() + title[1:],
         lead=compared([run for arm in arms for run in arm.runs]),
         several=any(arm.several for arm in arms),
-        opening=list(zip(resolved(arms, content.contrasts), content.verdicts, strict=True)),
+        opening=list(zip(resolved or [""], content.verdicts, strict=True)),  # a single arm has a verdict, too
         groups=groups(content),
         about={section.name: about(arms, section) for section in content.sections},
         methods=os.path.relpath(ROOT / "docs" / "METHODS.md", out.resolve().parent),
         numbers=out.with_suffix(".json").name,
     )
-
-
-def resolved(arms: list[Arm], contrasts: list[Difference]) -> list[str]:
-    """For each arm but the first, in words: whether a main number's difference to the first arm is resolved."""
-    clear = [any(one.resolved for one in main_numbers(arm, contrasts)) for arm in arms[1:]]
-    return ["Resolved" if of_arm else "Not resolved" for of_arm in clear] or [""]
 
 
 def groups(content: Content) -> list[dict[str, Any]]:

@@ -347,12 +347,7 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
-    heads = [f"{arm.name} (n = {len(arm.runs)})" if arm.several else arm.name for arm in arms]
-    return [["", *heads]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
-
-
-def difference_lines(arms: list[Arm], rows: list[Row], differences: list[Difference], head: str = "") -> list[list[str]]:
+def difference_lines(arms: list[Arm], rows: list[Row], differences: list[Difference], head: str) -> list[list[str]]:
     """The rows' differences as text, one column per arm after the first, the header first; [] without differences."""
     by_place = {(one.metric, one.arm): one.text for one in differences}
     lines = [[row.name, *(by_place.get((row.name, arm.name), "") for arm in arms[1:])] for row in rows]
