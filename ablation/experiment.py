@@ -78,8 +78,7 @@ def seed_list(seeds: Any) -> list[int]:
 
 def arm_list(cfg: AblateConfig) -> list[Arm]:
     """The arms at every point of the grid, each compared with the first arm of its point."""
-    refuse_unknown_names(cfg)
-    refuse_grid(cfg)
+    refuse_inconsistent(cfg)
     families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
     if not families:
         raise ValueError("the experiment has no arms: list them under arms:")
@@ -96,8 +95,10 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     return list(arms.values())
 
 
-def refuse_unknown_names(cfg: AblateConfig) -> None:
-    """ValueError where an option names a metric or a point that the experiment lacks, or a pair is not two different arms."""
+def refuse_inconsistent(cfg: AblateConfig) -> None:
+    """ValueError where an option names a metric or a point that the experiment lacks, a pair is not two different arms, a fit
+    has one point, or no run would have an override of `train`.
+    """
     if not cfg.metrics:
         raise ValueError("metrics is empty: use '+metrics.valid=perplexity.loss'")
     for option, names, of, known in (
@@ -117,10 +118,6 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
-
-
-def refuse_grid(cfg: AblateConfig) -> None:
-    """ValueError for a fit over one point, or an override of `train` that no run would have."""
     if cfg.fit and len(cfg.grid) < 2:
         raise ValueError(f"fit: true needs several points, but the grid has {len(cfg.grid)}: use tier=cpu or tier=gpu")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]

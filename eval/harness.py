@@ -140,7 +140,10 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every step
     options = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "bootstrap_iters": BOOTSTRAP}
     measured = lm_eval.simple_evaluate(lm, tasks=list(cfg.tasks), task_manager=task_manager(cfg), **options)
-    tasks = {name: plain(metrics) for name, metrics in measured["results"].items()}
+    tasks: dict[str, dict[str, Any]] = {}
+    for name, metrics in measured["results"].items():  # "acc,none" -> acc; other filters than `none` stay in the name
+        named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
+        tasks[name] = {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A": None
     for name, counts in measured["n-samples"].items():  # a group of tasks has no counts
         tasks.setdefault(name, {}).update(samples=counts["effective"], num_fewshot=measured["n-shot"].get(name))
     per_task = {}
@@ -151,12 +154,6 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
     truncated = sum(part["truncated"] for part in per_task.values())
     about = {"length": lm.max_length, "truncated": truncated, "per_task": per_task, "lm_eval": lm_eval.__version__}
     return {"tasks": tasks} | about
-
-
-def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
-    """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`. Other filters than `none` stay in the name."""
-    named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
-    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A": None
 
 
 def lines(results: dict[str, Any]) -> list[str]:

@@ -69,19 +69,15 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
     shares = {}
     for name, text in texts.items():
         documents = read_documents(text)
-        key = _key(train, documents)
+        digest = hashlib.sha256("\0".join([str(_RULES), *documents]).encode(errors="replace"))
+        for shard in train:
+            digest.update(f"{shard.path.name} {len(shard)} {shard.crc32}".encode())
+        key = digest.hexdigest()[:16]
         if key not in known:
             known[key] = overlap(train, tokenizer, documents)
             write_json(kept, known)
         shares[name] = known[key]
     return shares
-
-
-def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join([str(_RULES), *documents]).encode(errors="replace"))
-    for shard in train:
-        digest.update(f"{shard.path.name} {len(shard)} {shard.crc32}".encode())
-    return digest.hexdigest()[:16]
 
 
 def refuse_overlap(name: str, share: float) -> None:

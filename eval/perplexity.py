@@ -184,20 +184,16 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
     return octaves
 
 
-def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (counted from 1) and mean losses of log-spaced buckets, two per octave."""
-    positions = np.arange(1, len(by_position) + 1)
-    cuts = np.flatnonzero(np.diff(np.floor(2 * np.log2(positions)))) + 1
-    middles = [math.sqrt(part[0] * part[-1]) for part in np.split(positions, cuts)]
-    return np.array(middles), np.array([part.mean() for part in np.split(np.array(by_position), cuts)])
-
-
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Loss by position, and its mean up to the position."""
+    """Loss by position, as means over log-spaced buckets, and its mean up to the position."""
+    positions = np.arange(1, results["length"] + 1)
+    cuts = np.flatnonzero(np.diff(np.floor(2 * np.log2(positions)))) + 1  # two buckets per octave
+    middles = [math.sqrt(part[0] * part[-1]) for part in np.split(positions, cuts)]
+    means = [part.mean() for part in np.split(np.array(results["by_position"]), cuts)]
     with figure(path, 9.6, 3.9, columns=2) as axes:
         at, upto = axes[0]
-        at.plot(*position_buckets(results["by_position"]), "-", color=line_colour, marker="o", markersize=3.5)
-        upto.plot(np.arange(1, results["length"] + 1), results["cumulative"], "-", color=line_colour)
+        at.plot(middles, means, "-", color=line_colour, marker="o", markersize=3.5)
+        upto.plot(positions, results["cumulative"], "-", color=line_colour)
         for ax, where in ((at, "At the position"), (upto, "Mean up to the position")):
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

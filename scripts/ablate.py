@@ -41,7 +41,9 @@ def main(cfg: AblateConfig) -> None:
         carry_out_alone(study, cfg.only)
         return
     if cfg.run:
-        find_rates(study)
+        while trials := [trial for trial in study.trials() if trial.left()]:  # until every search is over
+            study.print_costs()
+            run_jobs([[trial] for trial in trials], cfg.jobs, f"{name}, tuning", len(trials))
     runs = study.runs()
     for run in [*study.trials(), *runs]:  # a run may have been made, or evaluated again, by hand
         if not run.record and not run.left():
@@ -55,13 +57,6 @@ def main(cfg: AblateConfig) -> None:
         runs = [run for run in runs if not run.left()]
     if runs:
         write_results(study, runs)
-
-
-def find_rates(study: Study) -> None:
-    """Carry out the trials, round after round, until every search is over."""
-    while trials := [trial for trial in study.trials() if trial.left()]:
-        study.print_costs()
-        run_jobs([[trial] for trial in trials], study.cfg.jobs, f"{study.name}, tuning", len(trials))
 
 
 def carry_out_alone(study: Study, only: str) -> None:
