@@ -1,7 +1,4 @@
-"""Needle questions: facts hidden in a long text, and the questions about them.
-
-Keys and numbers are those that data/retrieval.py keeps out of training.
-"""
+"""Needle questions: facts hidden in a long text, with keys and numbers that data/retrieval.py keeps out of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -25,10 +25,7 @@ Scores = tuple[list[np.ndarray], list[np.ndarray]]  # for each prompt or job: hi
 
 @dataclass(frozen=True)
 class Job:
-    """Questions that follow one prefix, and the continuations to score after each of them; token ids (n,) each.
-
-    A prefix has at least one token; a question may be empty.
-    """
+    """Questions (perhaps empty) after a prefix of at least one token, and continuations to score after each; token ids (n,)."""
 
     prefix: np.ndarray
     questions: Sequence[np.ndarray]
