@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,20 +186,21 @@ def read_run(folder: Path) -> Run:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Read the runs, refuse those that cannot be compared, and give each a label."""
-    if not folders:
-        raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
+    names = labels(folders)
     runs = [read_run(Path(folder)) for folder in folders]
     if differ := other_data(runs):
         keep_bits_per_byte(runs, differ)
     refuse_other_shards(runs)
     refuse_other_settings(runs)
-    for run, label in zip(runs, labels(folders), strict=True):
+    for run, label in zip(runs, names, strict=True):
         run.label = label
     return runs
 
 
-def labels(folders: Iterable[str | Path]) -> list[str]:
+def labels(folders: Sequence[str | Path]) -> list[str]:
     """The name of each run folder; where two have one name, every path below the folder that has them all."""
+    if not folders:
+        raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     paths = [Path(folder).resolve() for folder in folders]
     names, common = [path.name for path in paths], os.path.commonpath([path.parent for path in paths])
     return names if len(set(names)) == len(names) else [str(path.relative_to(common)) for path in paths]
