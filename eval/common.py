@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import read_json_object, read_run_config, say, write_atomic, write_json
+from configs.files import flatten, read_json_object, read_run_config, say, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
@@ -63,10 +63,7 @@ class TextEvalConfig(EvalConfig):
 
 
 def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
-    """The run's model (evaluation mode, float32, on the chosen device), tokenizer and configuration.
-
-    task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
-    """
+    """The run's model (evaluation mode, float32, on the device), tokenizer and configuration. task: also of data=mqar."""
     run = load_run(cfg.run, device=pick_device(cfg.device))
     if not task and read_run_config(run.path)["data"].get("source") == "mqar":  # ValueError without data
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
@@ -166,9 +163,9 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def progress(what: str, total: int) -> tqdm:
-    """A progress bar with the time left; silent where the output is not a terminal."""
-    return tqdm(total=total, desc=what, leave=False, disable=None, dynamic_ncols=True)
+def progress(what: str, total: int, items: Iterable[Any] | None = None) -> tqdm:
+    """A progress bar with the time left, of `items` or to be updated; silent where the output is not a terminal."""
+    return tqdm(items, total=total, desc=what, leave=False, disable=None, dynamic_ncols=True)
 
 
 def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -242,11 +239,7 @@ def write_result(
     lines: Iterable[str],
     draw: Callable[[Path, dict, str, str], None] | None = None,
 ) -> None:
-    """Print an evaluation's `lines`, then write its results to eval/NAME.json and its figure to figures/NAME.png.
-
-    The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
-    draw(path, results, title, colour).
-    """
+    """Print `lines`, write results to eval/NAME.json, and have figures/NAME.png drawn by draw(path, results, title, colour)."""
     folder, title = Path(cfg.out or cfg.run), Path(cfg.run).resolve().name
     for line in lines:
         say(f"{name}  {title}: {line}")
@@ -268,8 +261,9 @@ def colour(variant: str) -> str:
 
 def variant(config: dict[str, Any]) -> str:
     """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
-    fitting = {name: group for name, group in model_files().items() if _fits(config["model"], group)}
-    return max(fitting, key=lambda name: len(str(fitting[name])), default=f"layers={config['model'].get('layers')}")
+    ours, groups = flatten(config["model"]), model_files()
+    fitting = [name for name in groups if all(ours.get(key) == value for key, value in flatten(groups[name]).items())]
+    return max(fitting, key=lambda name: len(str(groups[name])), default=f"layers={config['model'].get('layers')}")
 
 
 @functools.cache
@@ -277,13 +271,6 @@ def model_files() -> dict[str, Any]:
     """Name -> content of each file of configs/model."""
     files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
     return {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
-
-
-def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(
-        _fits(values.get(key) or {}, want) if isinstance(want, dict) else values.get(key) == want
-        for key, want in wanted.items()
-    )
 
 
 @contextmanager

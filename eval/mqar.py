@@ -116,10 +116,7 @@ def bucket_shares(rows: Tensor, buckets: Tensor) -> Tensor:
 
 
 def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
-    """Pearson's correlation of two maps (B, heads, R, S) over `positions` (B, n), mean over heads and rows: (B,).
-
-    The correlation is 0 where a map is constant up to rounding.
-    """
+    """Pearson's correlation of maps (B, heads, R, S) over `positions` (B, n), mean over heads and rows: (B,); 0 if constant."""
     index = positions[:, None, None].expand(*first.shape[:3], -1)
 
     def standard(rows: Tensor) -> Tensor:
@@ -135,16 +132,14 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
     """Accuracy and attention at each share, and for a model that has lambdas the accuracy with all of them 0."""
     model, sources = run.model, sources_of(run, cfg)
     shares, attention, zero = [], [], []
-    with common.progress("mqar", len(cfg.shares)) as bar:
-        for share, source in zip(cfg.shares, sources, strict=True):
-            samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
-            where = {"percent": round(100 * share)}
-            shares.append(where | accuracy(model, samples, cfg.batch))
-            attention.append(where | read_attention(model, samples, cfg.batch))
-            with lambda_zero(model) as differential:
-                if differential:
-                    zero.append(where | accuracy(model, samples, cfg.batch))
-            bar.update()
+    for share, source in common.progress("mqar", len(cfg.shares), zip(cfg.shares, sources, strict=True)):
+        samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
+        where = {"percent": round(100 * share)}
+        shares.append(where | accuracy(model, samples, cfg.batch))
+        attention.append(where | read_attention(model, samples, cfg.batch))
+        with lambda_zero(model) as differential:
+            if differential:
+                zero.append(where | accuracy(model, samples, cfg.batch))
     results = {"shares": shares, "mean": float(np.mean([row["accuracy"] for row in shares])), "attention": attention}
     task, trained = sources[0].cfg, run.config["data"]["mqar"]
     about = {"chance": 1 / task.values, "samples": cfg.samples, "kind": task.kind, "trained": trained}

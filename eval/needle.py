@@ -59,10 +59,8 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, An
     grid = [Cell(length, depth, n, r) for n, r in pairs for length in lengths for depth in cfg.depths]
     contexts = [needle_contexts(run, hay, cfg, cell) for cell in grid]  # an impossible cell is refused before any is measured
     cells = []
-    with common.progress("needle", len(grid)) as bar:
-        for cell, of_cell in zip(grid, contexts, strict=True):
-            cells.append(cell._asdict() | evaluate_cell(run, of_cell, cfg.batch))
-            bar.update()
+    for cell, of_cell in common.progress("needle", len(grid), zip(grid, contexts, strict=True)):
+        cells.append(cell._asdict() | evaluate_cell(run, of_cell, cfg.batch))
     by_pair = [{"needles": n, "asked": r} | summary(cells_of(cells, n, r)) for n, r in pairs]
     return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context}
 

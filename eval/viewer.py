@@ -84,13 +84,12 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig, colours: Sequence[
     made = examples(loaded, cfg)
     shades = colours or [colour(variant(run.config)) for run in loaded]
     models, maps = [], [[] for _ in made]
-    with progress("attention maps", len(loaded)) as bar:
-        for label, shade, run in zip(short_labels(names), shades, loaded, strict=True):
-            looks = [look(run.model, example.tokens) for example in made]
-            models.append(_model(label, shade, list(zip(made, looks, strict=True))))
-            for of_example, one in zip(maps, looks, strict=True):
-                of_example.append(_packed(one, tokenizer))
-            bar.update()
+    of_runs = zip(short_labels(names), shades, loaded, strict=True)
+    for label, shade, run in progress("attention maps", len(loaded), of_runs):
+        looks = [look(run.model, example.tokens) for example in made]
+        models.append(_model(label, shade, list(zip(made, looks, strict=True))))
+        for of_example, one in zip(maps, looks, strict=True):
+            of_example.append(_packed(one, tokenizer))
     described = [vars(one) | {"tokens": [shown(tokenizer, int(token)) for token in one.tokens]} for one in made]
     data = {"models": models, "examples": described, "maps": maps, "steps": STEPS}
     text = json_text(data, ensure_ascii=False, separators=(",", ":"))
@@ -194,13 +193,11 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
     if token == tokenizer.eot:
         return "⟨end of text⟩"
     try:
-        piece = tokenizer.token_bytes(token)
+        text = tokenizer.token_bytes(token).decode()
     except KeyError:  # a vocabulary padded to a round size
         return f"⟨{token}⟩"
-    try:
-        text = piece.decode()
-    except UnicodeDecodeError:
-        return "".join(f"⟨{byte:02x}⟩" for byte in piece)
+    except UnicodeDecodeError as error:
+        return "".join(f"⟨{byte:02x}⟩" for byte in error.object)
     return text.replace("\n", "↵").replace("\r", "").replace("\t", "⇥") or "⟨⟩"
 
 
@@ -209,8 +206,6 @@ def main(cfg: ViewerConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=viewer.html")
-    if not cfg.runs:
-        raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     page, says = viewer_of(list(zip(labels(cfg.runs), cfg.runs, strict=True)), cfg)
     write_atomic(out, page.encode())
     print(f"viewer  {out} ({says})")
