@@ -275,10 +275,7 @@ def model_files() -> dict[str, Any]:
 
 @contextmanager
 def figure(path: Path, width: float, height: float, columns: int = 1, rows: int = 1, grid: str = "y") -> Iterator[np.ndarray]:
-    """`with figure(path, ...) as axes:` gives axes (rows, columns) in the project's style and then writes the PNG.
-
-    grid: the axis whose ticks have grid lines, x or y, or "" for no grid.
-    """
+    """A context that gives axes (rows, columns) in the project's style and then writes the PNG. grid: x, y or "" for none."""
     import matplotlib
     from matplotlib.figure import Figure
 

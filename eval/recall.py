@@ -35,10 +35,7 @@ def recall_hits(windows: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def frequent_bigrams(folder: Path, shards: Sequence[Shard], windows: np.ndarray, vocab_size: int, most: int) -> np.ndarray:
-    """Codes of the bigrams of hits in `windows` that occur more than `most` times in the training shards of `folder`.
-
-    The counts are saved beside the shards and used again for the same windows.
-    """
+    """Codes of bigrams of hits in `windows` that occur more than `most` times in the shards; counts are kept in `folder`."""
     wanted = np.unique(ngram_codes(windows, 2, vocab_size)[recall_hits(windows, vocab_size)])
     counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), 2, vocab_size, counted])

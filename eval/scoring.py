@@ -33,10 +33,8 @@ class Job:
 
 
 def score(model: nn.Module, prompts: Sequence[np.ndarray], continuations: Sequence[Sequence[np.ndarray]], batch: int) -> Scores:
-    """Hits and log-probabilities of the n continuations (A,) of each prompt (P,), P >= 1; texts are token ids.
-
-    For each prompt: (n,) bool, whether greedy decoding gives the continuation (each token is the most probable one), and
-    (n,) log-probabilities in nats.
+    """Of the n continuations (A,) of each prompt (P,), P >= 1, as token ids: whether greedy decoding gives them, and their
+    log-probabilities, (n,) each.
     """
     jobs = [Job(prompt, [NOTHING], rows) for prompt, rows in zip(prompts, continuations, strict=True)]
     hits, logprobs = score_jobs(model, jobs, batch)
