@@ -11,10 +11,11 @@ Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -61,13 +62,10 @@ def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[T
 def lambda_zero(model: nn.Module) -> Iterator[bool]:
     """A context in which every lambda of the model is 0; gives whether a layer has one (V1, V2, their subclasses, and dex)."""
     layers = [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
-    for layer in layers:  # an attribute of the object hides the method of its class
-        layer.lam = lambda *inputs, lam=layer.lam: 0.0 * lam(*inputs)
-    try:
-        yield bool(layers)
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.lam
+            stack.enter_context(patch.object(layer, "lam", lambda *inputs, lam=layer.lam: 0.0 * lam(*inputs)))
+        yield bool(layers)
 
 
 @torch.inference_mode()

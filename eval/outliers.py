@@ -77,8 +77,7 @@ def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
     seen = {kind: [Magnitudes() for _ in model.blocks] for kind in KINDS}
     with ExitStack() as stack:
         for block, layer in zip(model.blocks, seen["hidden"], strict=True):
-            hook = block.register_forward_hook(lambda module, inputs, output, layer=layer: layer.add(output))
-            stack.callback(hook.remove)
+            stack.enter_context(block.register_forward_hook(lambda module, inputs, output, layer=layer: layer.add(output)))
         stack.enter_context(visit_logits(model, lambda i, logits, see: seen["logits"][i].add(logits[see.expand_as(logits)])))
         yield seen
 

@@ -19,7 +19,7 @@ from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
 from eval.report.figures import short_labels
 from eval.report.page import Content, draw_report, page
-from eval.report.runs import Arm, arms_of, read_runs
+from eval.report.runs import arms_of, read_runs
 from eval.report.statistics import PAIRED, Difference
 from eval.report.tables import difference_lines, differences, headline_table, markdown, notes, sections, verdicts
 from eval.viewer import ViewerConfig, viewer_of
@@ -41,7 +41,10 @@ def main(cfg: ReportConfig) -> None:
         wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
-    arms = shortened(arms_of(runs))
+    arms = arms_of(runs)
+    for arm, short in zip(arms, short_labels([arm.name for arm in arms]), strict=True):
+        arm.name = arm.arm = short
+        arm.reference = arm.reference and arms[0].name  # which is short by now
     rows, parts = headline_table(arms), sections(arms)
     less_first = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
     intervals = less_first if any(arm.several for arm in arms) else []  # a single seed has none
@@ -64,13 +67,6 @@ def run_folders(given: list[Any]) -> list[str]:
         runs = {run for match in matches for run in (match, *match.glob("*")) if (run / "config.yaml").is_file()}
         folders += sorted(map(str, runs), key=lambda run: ("baseline" not in Path(run).name, run)) or [name]
     return list({Path(folder).resolve(): folder for folder in folders}.values())
-
-
-def shortened(arms: list[Arm]) -> list[Arm]:
-    for arm, short in zip(arms, short_labels([arm.name for arm in arms]), strict=True):
-        arm.name = arm.arm = short
-        arm.reference = arm.reference and arms[0].name  # which is short by now
-    return arms
 
 
 def add_viewer(content: Content, out: Path) -> None:
