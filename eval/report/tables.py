@@ -15,7 +15,7 @@ from eval.report.statistics import Difference, mean_sd
 Show = Callable[[Any], str]
 THREE = "{:.3f}".format
 SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
-Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
+Read = Callable[[Run], Any]  # a value, or (value, standard error), with None for what was not measured
 LOSSES = {  # row of the headline table -> metric path
     "training loss, last tenth": "train.loss",
     "training loss on text, last tenth": "train.loss_text",
@@ -89,12 +89,7 @@ def _cell(readings: list[Any], show: Show, seeds: bool) -> Cell:
 
 def at(path: str) -> Read:
     """A reader of the number at the path `path` (Run.value), with its standard error where there is one."""
-
-    def read(run: Run) -> Any:
-        value, se = run.value(path), run.error(path)
-        return value if se is None else (value, se)
-
-    return read
+    return lambda run: (run.value(path), run.error(path))
 
 
 def headline_table(arms: list[Arm]) -> list[Row]:
@@ -194,11 +189,8 @@ def _section(arms: list[Arm], name: str) -> Section:
     shown = [key for key in keys if key not in hidden and key.rpartition(" · ")[2] not in SETTINGS]
 
     def row(key: str) -> Row:
-        def read(run: Run) -> Any:
-            value, error = (values[id(run)].get(name) for name in (key, errors.get(key)))
-            return value if value is None or error is None else (value, error)
-
-        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
+        pairs = {run: (of_run.get(key), of_run.get(errors.get(key))) for run, of_run in values.items()}
+        return row_of(arms, name, key, lambda run: pairs[id(run)], lambda x: f"{x:.3f}" if 1e-3 <= abs(x) < 1e3 else f"{x:.3g}")
 
     settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
     return Section(name, list(map(row, shown)), settings)
