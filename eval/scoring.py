@@ -9,6 +9,7 @@ the cache of that question. The output head computes logits only at the position
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -83,13 +84,10 @@ def _branches(
         yield pairs, start.branch([row for row, _ in pairs], [questions[row][q] for row, q in pairs], answer)
         return
     cfg, prefix = start.model.cfg, start.read + max(map(len, start.rest))
-
-    def length(at: tuple[int, int]) -> int:
-        return len(questions[at[0]][at[1]])
-
-    for long, alike in groupby(sorted(pairs, key=length), key=length):
+    by_length = sorted((len(questions[row][q]), row, q) for row, q in pairs)
+    for long, alike in groupby(by_length, key=itemgetter(0)):
         floats = max((prefix + long + answer) * floats_per_token(cfg), answer * cfg.vocab_size)
-        for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), floats):
+        for part in batches([(row, q) for _, row, q in alike], max(1, batch * cfg.context // (prefix + long)), floats):
             yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
 
 
