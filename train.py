@@ -66,7 +66,7 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)
     model = Decoder(cfg.model, seed=cfg.seed)
-    model.recompute = cfg.activation_checkpointing
+    model.gradient_checkpointing = cfg.activation_checkpointing
     autocast = world.autocast(cfg.dtype)
     flops_per_token = model.flops_per_token()["total"]
     compiled = compiles(cfg.compile, flops_per_token * cfg.steps * cfg.batch_tokens, world)

@@ -50,7 +50,8 @@ class Decoder(nn.Module):
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
         self.cfg = cfg = matched(cfg)
-        self.recompute = False  # activation checkpointing: keep only blocks' inputs (Chen et al., arXiv 1604.06174)
+        # Keep only blocks' inputs (Chen et al., arXiv 1604.06174). transformers sets it by this name.
+        self.gradient_checkpointing = False
         _refuse_beyond_memory(cfg)
         if cfg.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         # Made anew in every pass, because a buffer would depend on device, dtype, input length and process.
         rope = rope_of(self.cfg, T, x.device, start) if self.cfg.position == "rope" else None
         carry: Carry = {}
-        recomputing = self.recompute and self.training and cache is None and torch.is_grad_enabled()
+        recomputing = self.gradient_checkpointing and self.training and cache is None and torch.is_grad_enabled()
         if recomputing:
             for block in self.blocks:
                 block.attention.prepare(x, mask)

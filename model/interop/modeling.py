@@ -58,14 +58,6 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         name = next(name for name, one in self.named_modules() if one is module)
         raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
 
-    @property
-    def gradient_checkpointing(self) -> bool:
-        return self.decoder.recompute
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enable: bool) -> None:
-        self.decoder.recompute = enable
-
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding
 

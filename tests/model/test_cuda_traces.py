@@ -76,7 +76,7 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     shape = {"layers": layers, "n_layer": len(layers)} if layers else {"n_layer": 1}
     with torch.device("meta"):
         model = Decoder(config("hybrid" if layers else name, **SIZE, **shape, window=window, backend=backend))
-    model.recompute = again
+    model.gradient_checkpointing = again
     model.requires_grad_(not again)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(grad):
         model.to_empty(device="cuda")

@@ -51,7 +51,7 @@ def test_inputs_without_a_batch_are_refused() -> None:
 def test_a_model_with_activation_checkpointing_still_fills_a_cache() -> None:
     model, tokens = randomized("baseline"), torch.randint(0, 50, (2, 12))
     want = model(tokens)
-    model.recompute, cache = True, KVCache(12)
+    model.gradient_checkpointing, cache = True, KVCache(12)
     torch.testing.assert_close(torch.cat([model.train()(part, cache=cache) for part in tokens.split(6, 1)], 1), want)
 
 

@@ -242,7 +242,7 @@ def forward_and_backward(model: Decoder, recompute: bool) -> tuple[list[torch.Te
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model.recompute = recompute
+    model.gradient_checkpointing = recompute
     model.zero_grad()
     torch.manual_seed(0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
