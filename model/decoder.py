@@ -94,7 +94,8 @@ class Decoder(nn.Module):
         documents=None, the numbers are derived from the tokens. keys (B, S): False marks padding. S counts cached tokens, too.
         rows (R,) or (B, R): the positions to return, counted in S, all among the last T; None: the last T.
         """
-        _check_shape(tokens)
+        if tokens.dim() != 2:
+            raise ValueError(f"the tokens are {tuple(tokens.shape)}, not (B, T): give tokens[None] for a single sequence")
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
@@ -150,8 +151,7 @@ class Decoder(nn.Module):
         settings, an empty prompt, padding or too many tokens with learned positions, and logits that are not finite.
         """
         _check_sampling(temperature, top_k, top_p)
-        _check_shape(tokens)
-        T = tokens.shape[1]
+        T = tokens.shape[-1]
         if not T:
             raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
         if self.positions is not None:
@@ -272,11 +272,6 @@ def _flops(cfg: DecoderConfig, parts: list[nn.Module], attentions: list[nn.Modul
     attention = 3 * sum(part.flops(context) for part in attentions)
     matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
     return {"total": 6 * matrices + attention, "attention": attention}
-
-
-def _check_shape(tokens: Tensor) -> None:
-    if tokens.dim() != 2:
-        raise ValueError(f"the tokens are {tuple(tokens.shape)}, not (B, T): give tokens[None] for a single sequence")
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
