@@ -52,21 +52,10 @@ def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device)
     """FlexAttention's BlockMask; position s of set j is the key j S + s."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        t, s = i + (S - T), j % S
-        see = s <= t if mask.causal else s == s  # all True
-        if mask.window is not None:
-            see = see & ((s - t).abs() < mask.window)
-        if mask.documents is not None:
-            see = see & (mask.documents[b, t] == mask.documents[b, s])
-        if mask.keys is not None:
-            see = see & mask.keys[b, s]
-        return see
-
     B = None if mask.documents is None and mask.keys is None else B
     large = (B or 1) * T * S * sets >= LARGE and not torch.compiler.is_compiling()
     make = _compiled(create_block_mask) if large else create_block_mask
-    return make(visible, B, None, T, S * sets, device=device)
+    return make(lambda b, h, i, j: mask.visible(b, i + (S - T), j % S), B, None, T, S * sets, device=device)
 
 
 @lru_cache

@@ -71,22 +71,25 @@ class Mask:
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
         """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1 or H, R, S)."""
-        t = positions[..., :, None]  # (R, 1) or (B, R, 1)
-        s = torch.arange(S, device=positions.device)  # (S,)
-        see = (s <= t) if self.causal else torch.ones_like(s <= t)
-        if self.window is not None:
-            see = see & ((s - t).abs() < self.window)
-        see = see if see.dim() == 3 else see[None]  # (1 or B, R, S)
-        if self.documents is not None:
-            rows = positions.expand(self.documents.shape[0], -1)  # (B, R)
-            see = see & (self.documents.gather(1, rows)[:, :, None] == self.documents[:, None, :])
-        if self.keys is not None:
-            see = see & self.keys[:, None, :]
-        see = see[:, None]  # (1 or B, 1, R, S)
+        ids = self.keys if self.documents is None else self.documents
+        b = torch.arange(1 if ids is None else len(ids), device=positions.device)[:, None, None]  # (1 or B, 1, 1)
+        t = torch.atleast_2d(positions)[..., None]  # (1 or B, R, 1)
+        see = self.visible(b, t, torch.arange(S, device=positions.device))[:, None]  # (1 or B, 1, R, S)
         if self.see is not None:
             see = see & _rows(self.see, positions, S)
         if self.bias is not None:
             see = see & (_rows(self.bias, positions, S) > float("-inf"))
+        return see
+
+    def visible(self, b: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        """Whether query t of sequence b sees key s by the rules other than `see` and `bias`; indices that broadcast."""
+        see = s <= t if self.causal else (s <= t) | True
+        if self.window is not None:
+            see = see & ((s - t).abs() < self.window)
+        if self.documents is not None:
+            see = see & (self.documents[b, t] == self.documents[b, s])
+        if self.keys is not None:
+            see = see & self.keys[b, s]
         return see
 
     def added(self, positions: Tensor, S: int) -> Tensor | None:
