@@ -158,10 +158,11 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:-1]]
 
 
-def _empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """(B, h, T, dv) with heads inside time, so that merging the heads copies nothing."""
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_forward` fills. out and O2 have heads inside time, so that merging the heads copies nothing."""
     B, h, _, T, _ = q.shape
-    return v.new_empty(B, T, h, v.shape[-1]).transpose(1, 2)
+    out, second = (v.new_empty(B, T, h, v.shape[-1]).transpose(1, 2) for _ in range(2))
+    return out, second, q.new_empty(B, h, 2, T, dtype=torch.float32)
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, causal: bool, window: int | None) -> dict:
@@ -187,8 +188,7 @@ def _forward(
     _check(q, k, v)  # here and not in attend_diff, where torch.compile would trace it
     q, k, v = _unit(q), _unit(k), _unit(v)
     (B, h, _, T, d), S = q.shape, k.shape[3]
-    out, second = _empty_out(q, v), _empty_out(q, v)
-    lse = q.new_empty(B, h, 2, T, dtype=torch.float32)
+    out, second, lse = _empty(q, v)
     if out.numel() == 0:
         return out, second, lse
     tile = blocks(q.device, d, v.shape[-1], q.dtype, backward=False)
@@ -201,10 +201,7 @@ def _forward(
     return out, second, lse
 
 
-@_forward.register_fake
-def _(q, k, v, lam, query_ids, key_ids, causal, window):  # noqa: ANN001, ANN202
-    B, h, _, T, _ = q.shape
-    return _empty_out(q, v), _empty_out(q, v), q.new_empty(B, h, 2, T, dtype=torch.float32)
+_forward.register_fake(lambda q, k, v, *rest: _empty(q, v))
 
 
 @torch.library.custom_op("diffattn::backward", mutates_args=())
