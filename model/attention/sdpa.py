@@ -12,6 +12,7 @@ from .mask import EVERYTHING, Mask
 
 SHORT = 512  # keys up to which a CPU's float32 flash kernel, with the conversion, is faster than its bfloat16 kernel
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
+Dense = tuple[Tensor, Tensor | None]  # a mask: what is seen, and what is added to the scores
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
 
@@ -22,13 +23,7 @@ def card() -> tuple[int, int] | None:
 
 
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    shown: tuple[Tensor, Tensor | None] | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, shown: Dense | None = None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
     """torch's SDPA: (B, H, T, dv). shown: (see, bias) in place of `dense(mask, q, k)`. scale: of scores, None: 1 / sqrt(d)."""
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
@@ -79,7 +74,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets:
         return sdpa(rows, k, v, EVERYTHING, None if see is None else (see, None), dropout).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> tuple[Tensor, Tensor | None]:
+def dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> Dense:
     """What q sees of `sets` key sets like k side by side, and the bias to add: (1 or B, 1 or heads, T, sets S) each."""
     T, S = q.shape[-2], k.shape[-2]
     see, bias = mask.dense(T, S, q.device), mask.added(torch.arange(S - T, S, device=q.device), S)
