@@ -156,10 +156,7 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
 
 
 def _keep(old: dict[str, Tensor], new: dict[str, Tensor], target: nn.Module, how: Conversion) -> None:
-    """What is added starts at zero: DEX subtracts nothing, every gate is sigmoid(0) = 1/2, which `out` makes up for.
-
-    DEX's matrix has a gradient all the same, because lambda starts at 0.1.
-    """
+    """What is added starts at zero: DEX subtracts nothing, every gate is sigmoid(0) = 1/2, which `out` makes up for."""
     for name in (new.keys() - old.keys()) & {"noise.weight", "gate_logits.weight"}:
         new[name] = torch.zeros_like(new[name])
     new |= old

@@ -13,9 +13,8 @@ v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends (auto: what `choose` p
 - flex: torch's FlexAttention (flex.py). On CUDA; on a CPU without gradients.
 - fused: our Triton kernel for `attend_diff` (kernels/diff.py). On CUDA.
 
-sdpa computes what cpu and fused cannot. flex refuses masks with `see`, `bias` or slopes; fused does for differences of maps.
-`attend_map` runs the formulas. Decoding one token, SDPA reads the keys in place for all but math, and fused for differences;
-for V1 on a CPU, auto and cpu do so by `_last_row`.
+sdpa computes what cpu and fused cannot; flex, and fused for differences of maps, refuse masks that `needs_dense`. `attend_map`
+runs the formulas.
 """
 
 import torch

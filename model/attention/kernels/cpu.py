@@ -2,8 +2,7 @@
 
 It computes in float32 or better, also for bfloat16, and stores no maps. Its results do not depend on the number of threads.
 
-Letters: B sequences, M maps (2: their difference), C maps with keys of their own (M or 1), K key/value heads, G query heads of
-each, T positions with n keys each, widths d and dv.
+The letters of shapes are explained in cpu.cpp.
 """
 
 import ctypes
