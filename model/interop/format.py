@@ -138,6 +138,7 @@ class Format:
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
     options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that the architecture can compute
+    scalings: ClassVar[tuple[str, ...]] = ("none", "linear", "llama3")  # kinds of scaled RoPE
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
     names: ClassVar[dict[str, str]]  # our module, or parameter: the foreign one
@@ -172,7 +173,8 @@ class Format:
         if cfg.document_mask:
             return "its tokens see no other document"
         group = VARIANTS[self.letter].name
-        allowed = self.parts | {f"{group}.{name}": values for name, values in self.options.items()}
+        options = {f"{group}.{name}": values for name, values in self.options.items()}
+        allowed = self.parts | options | {"rope_scaling.kind": self.scalings}
         for field, values in allowed.items():
             if (value := attrgetter(field)(cfg)) not in values:
                 return f"it has {field}={value}; the format allows {' or '.join(map(str, values))}"

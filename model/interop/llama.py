@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ class Llama(Format):
         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
     } | {f"attention.{ours}": f"self_attn.{foreign}" for foreign, ours in LLAMA.items()}  # fmt: skip
     bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}
-    scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
     absent: dict[str, Any] = {}  # values of keys that config.json leaves out
     outdated = r".*rotary_emb\.inv_freq"
 
@@ -59,21 +58,20 @@ class Llama(Format):
         )  # fmt: skip
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_parameters": _rope_keys(cfg)}
-        if cfg.rope_scaling.kind != "none":
-            rope["rope_scaling"] = _rope_keys(cfg)  # the key that transformers before 5 reads
+        kind = cfg.rope_scaling.kind
+        parameters = {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta}
+        parameters |= {foreign: getattr(cfg.rope_scaling, ours) for foreign, ours in SCALING_KEYS.get(kind, {}).items()}
+        rope = {"rope_theta": cfg.rope_theta, "rope_parameters": parameters}
+        if kind != "none":
+            rope["rope_scaling"] = parameters  # the key that transformers before 5 reads
         biases = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
         biases = {key: biases[key] for key in self.bias_keys}
         rest = {"hidden_act": "silu", "attention_dropout": cfg.attention_dropout}
         return super().their_config(cfg) | biases | rope | rest
 
     def refusal(self, model: Decoder) -> str | None:
-        cfg = model.cfg
-        if (why := super().refusal(model)) is not None:
-            return why
-        if cfg.rope_scaling.kind not in self.scalings:
-            return f"it has rope_scaling.kind={cfg.rope_scaling.kind}; the format allows {' or '.join(self.scalings)}"
-        return f"its {cfg.n_head} heads do not divide its width {cfg.d_model}" if cfg.d_model % cfg.n_head else None
+        wrong = f"its {model.cfg.n_head} heads do not divide its width {model.cfg.d_model}"
+        return super().refusal(model) or (wrong if model.cfg.d_model % model.cfg.n_head else None)
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         state = dict(model.state_dict())
@@ -105,12 +103,6 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     values = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
     keys = SCALING_KEYS.get(kind, {})
     return float(theta), RopeScaling(kind, **{ours: number(values, foreign, {}) for foreign, ours in keys.items()})
-
-
-def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
-    scaling, kind = asdict(cfg.rope_scaling), cfg.rope_scaling.kind
-    keys = {foreign: scaling[ours] for foreign, ours in SCALING_KEYS.get(kind, {}).items()}
-    return {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta} | keys
 
 
 class Mistral(Llama):
