@@ -1,7 +1,4 @@
-"""A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read.
-
-And what every format needs: a model folder's place, its config.json, its safetensors, and rows in another order.
-"""
+"""A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
 
 import json
 import math
@@ -97,19 +94,6 @@ class Weights:
             raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
         return self.tensors.pop(name)
 
-    def drop_copies(self, embedding: Tensor) -> None:
-        """Remove output heads beside a tied embedding. ValueError for one that is not the embedding."""
-        for name in self.tensors.keys() & {"lm_head.weight", "decoder.head.weight"}:
-            if not self.tensors.pop(name).equal(embedding):
-                wrong = f"{self.path} holds {name}, which differs from the embedding, but its config.json ties the two"
-                raise ValueError(f'{wrong}: write "tie_word_embeddings": false into config.json')
-
-    def refuse_leftovers(self) -> None:
-        """ValueError if a tensor was not taken."""
-        if self.tensors:
-            wrong = f"{len(self.tensors)} tensors that its config.json does not ask for ({min(self.tensors)}, ..)"
-            raise ValueError(f"{self.path} holds {wrong}: {SAVE_AGAIN}")
-
 
 def _weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS).is_file():  # beside an index that a save in parts left, transformers reads this file, too
@@ -199,14 +183,19 @@ class Format:
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         """Our configuration and state dict. ValueError if the tensors are not those that config.json asks for."""
         cfg = self.our_config(config).filled()
-        weights.tensors = {name: t for name, t in weights.tensors.items() if not re.fullmatch(self.outdated, name)}
+        left = weights.tensors = {name: t for name, t in weights.tensors.items() if not re.fullmatch(self.outdated, name)}
         state: dict[str, Tensor] = {}
         for shapes, foreign in self._table(cfg, config):
             state |= self._rows(shapes, weights, foreign) if foreign else _zeros(shapes)
         if cfg.tie:
             state["head.weight"] = state["embedding.weight"]
-            weights.drop_copies(state["head.weight"])
-        weights.refuse_leftovers()
+            for name in left.keys() & {"lm_head.weight", "decoder.head.weight"}:  # copies of the embedding
+                if not left.pop(name).equal(state["head.weight"]):
+                    wrong = f"{weights.path} holds {name}, which differs from the embedding, but its config.json ties the two"
+                    raise ValueError(f'{wrong}: write "tie_word_embeddings": false into config.json')
+        if left:
+            wrong = f"{len(left)} tensors that its config.json does not ask for ({min(left)}, ..)"
+            raise ValueError(f"{weights.path} holds {wrong}: {SAVE_AGAIN}")
         return cfg, self.to_ours(state, cfg)
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
