@@ -143,7 +143,6 @@ def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
     for slot, buffers in cache.slots.items():
         read = (buffer[rows, :, : cache.length] for buffer in buffers)  # (len(rows), H, S, d) each
         copy.slots[slot] = tuple(F.pad(part, (0, 0, 0, max_length - cache.length)) for part in read)
-    copy.tokens = None if cache.tokens is None else cache.tokens[rows]
     return copy
 
 

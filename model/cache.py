@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -13,17 +12,14 @@ class KVCache:
         self.max_length = max_length
         self.length = 0  # tokens cached; the caller of the attention modules raises it after the last module
         self.slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.tokens: Tensor | None = None  # (B, length), kept by `seen`
 
     def layer(self, index: int) -> "LayerCache":
         return LayerCache(self, index)
 
     def seen(self, tokens: Tensor) -> Tensor:
         """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
-        if self.tokens is not None:
-            tokens = torch.cat((self.tokens[:, : self.length], tokens), dim=1)
-        self.tokens = tokens
-        return tokens
+        column = tokens[:, None, :, None]  # (B, 1, T, 1)
+        return self.append(column, column, layer=-1, slot=0)[0][:, 0, :, 0]
 
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all that the layer's slot has so far."""

@@ -145,15 +145,8 @@ class _Cache(KVCache):
             raise ValueError(f"this model cannot use a {type(past).__name__} as its cache: leave out cache_implementation")
         self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
 
-    def seen(self, tokens: Tensor) -> Tensor:
-        """All token ids so far, (B, S). The cache stores them too, so beam search reorders them with the keys."""
-        column = tokens[:, None, :, None]  # (B, 1, T, 1)
-        return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
-
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        return self.update(k, v, slot * (self.n_layer + 1) + layer)
-
-    def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        index = slot * (self.n_layer + 1) + layer % (self.n_layer + 1)  # the layer -1 (token ids) comes last
         while len(self.past.layers) <= index:  # transformers makes one cache layer per block
             self.past.layers.append(DynamicLayer())
         return self.past.update(k, v, index)
