@@ -56,7 +56,7 @@ class Maps:
 
 WITHOUT = "do not probe this attention (in training: monitor.every=0)"
 active: Maps | None = None  # backends record into this; None: no probe is active
-logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights calls this
+logits_visitor: Callable[[Tensor, Tensor], Tensor | None] | None = None  # reference.weights calls this
 
 
 @contextmanager
@@ -88,18 +88,13 @@ def visit_logits(model: nn.Module, visit: Callable[[int, Tensor, Tensor], Tensor
     replaces the logits. All attention runs as the N x N formulas. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
-    layer = 0
 
-    def enter(index: int, *_: object) -> None:
-        nonlocal layer
-        layer = index
-
-    def hand(logits: Tensor, see: Tensor) -> Tensor:
-        changed = visit(layer, logits, see)
-        return logits if changed is None else changed
+    def enter(layer: int, *_: object) -> None:
+        global logits_visitor
+        logits_visitor = partial(visit, layer)
 
     hooks = [attention.register_forward_pre_hook(partial(enter, i)) for i, attention in enumerate(_attentions(model))]
-    logits_visitor = hand
+    enter(0)
     try:
         yield
     finally:

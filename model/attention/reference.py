@@ -25,8 +25,8 @@ def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None, norma
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
         scores = scores if bias is None else scores + bias
-        if probe.logits_visitor is not None:
-            scores = probe.logits_visitor(scores, see)
+        if probe.logits_visitor is not None and (changed := probe.logits_visitor(scores, see)) is not None:
+            scores = changed
         blind = ~see.any(-1, keepdim=True)
         # A row that sees no key gets all keys and is zeroed afterwards: softmax over no key is NaN, with a NaN gradient.
         maps = normalize(scores.masked_fill(~(see | blind), float("-inf")), see)
