@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.diff import VECTORS, DiffConfig
+from ..attention.diff import VECTORS, DiffAttention, DiffConfig
 from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .format import Weights, change_rows, heads_in_halves, keep_lambda
+from .format import Weights, keep_lambda
 from .llama import DiffLlama, Llama, new_vectors
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
@@ -124,16 +124,11 @@ class Axolotl(DiffLlama):
             state[out] = state[out] / (1 - scheduled(layer))
         return super().to_ours(state, cfg)
 
-    def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Our tensors in axolotl's order. If lambda has no vectors or is in a warm-up, new vectors give its value."""
-        state = Llama.to_theirs(self, model)
-        change_rows(state, self.halves(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
-        for layer, block in enumerate(model.blocks):
-            attention, prefix = block.attention, f"blocks.{layer}.attention."
-            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * attention.head_scale
-            state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
-            state |= {prefix + name: vector for name, vector in new_vectors(attention, attention.lambda_init).items()}
-        return state
+    def absorbed(self, attention: DiffAttention, layer: int) -> dict[str, Tensor]:
+        """`out`, which absorbs the scale, the head norm, and new vectors if lambda has none or is in a warm-up."""
+        ours = attention.state_dict()
+        norm, out = ours.get("head_norm.weight", torch.ones(attention.value_width)), ours["out.weight"] * attention.head_scale
+        return {"head_norm.weight": norm, "out.weight": out} | new_vectors(attention, attention.lambda_init)
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config, tensors = super().write(model)

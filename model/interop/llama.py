@@ -194,16 +194,18 @@ class DiffLlama(Llama):
         return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Our tensors in DiffLlama's order. `out` absorbs our head norm's weight and scale, new vectors any other lambda."""
-        state, width = super().to_theirs(model), model.cfg.head_dim
-        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
+        state, cfg = super().to_theirs(model), model.cfg
+        change_rows(state, self.halves(cfg), lambda rows: heads_in_halves(rows, cfg.head_dim))
         for layer, block in enumerate(model.blocks):
-            attention, prefix = block.attention, f"blocks.{layer}.attention."
-            factor = attention.head_scale / (1 - scheduled(layer))
-            gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
-            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
-            state |= {prefix + name: vector for name, vector in new_vectors(attention, scheduled(layer)).items()}
+            changed = self.absorbed(block.attention, layer)
+            state |= {f"blocks.{layer}.attention.{name}": tensor for name, tensor in changed.items()}
         return state
+
+    def absorbed(self, attention: DiffAttention, layer: int) -> dict[str, Tensor]:
+        """`out`, which absorbs our head norm's weight and scale, and new vectors for any other lambda."""
+        ours, factor = attention.state_dict(), attention.head_scale / (1 - scheduled(layer))
+        gain = ours.get("head_norm.weight", torch.ones(attention.value_width)) * factor
+        return {"out.weight": ours["out.weight"] * gain.repeat(attention.heads)} | new_vectors(attention, scheduled(layer))
 
 
 def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
