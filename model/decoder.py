@@ -221,8 +221,7 @@ def _refuse_beyond_memory(cfg: DecoderConfig) -> None:
 
 def layer_letter(cfg: DecoderConfig, layer: int) -> str:
     """The letter of `cfg.layers`, tiled over the depth, that names this layer's attention."""
-    unknown = sorted(set(cfg.layers) - set(VARIANTS)) if cfg.layers else ["(none)"]
-    if unknown:
+    if unknown := sorted(set(cfg.layers) - set(VARIANTS)):
         known = ", ".join(f"{letter} ({cls.name})" for letter, cls in VARIANTS.items())
         raise ValueError(f"model.layers={cfg.layers} has unknown letters {''.join(unknown)}: use {known}")
     return cfg.layers[layer % len(cfg.layers)]
