@@ -99,9 +99,9 @@ class Mask:
             rows = _rows(self.bias, positions, S)
             parts.append(rows.masked_fill(rows == float("-inf"), 0.0))  # `allowed` hides these keys
         if self.slopes is not None:
-            distance = (positions[..., None, :, None] - torch.arange(S, device=positions.device)).abs()  # (B or none, 1, R, S)
+            t, s = torch.atleast_2d(positions)[:, None, :, None], torch.arange(S, device=positions.device)  # (1 or B, 1, R, 1)
             slopes = torch.tensor(self.slopes, device=positions.device)[:, None, None]  # (H, 1, 1)
-            parts.append(-slopes * (distance if distance.dim() == 4 else distance[None]))
+            parts.append(-slopes * (t - s).abs())
         return sum(parts) if parts else None
 
     def dense(self, T: int, S: int, device: torch.device) -> Tensor:
