@@ -12,9 +12,7 @@ BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
 LARGE = 2**26  # query-key pairs from which a block mask is compiled, too: eager, it takes about 10 bytes a pair
 NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
-# torch chooses the tiles by the keys' width alone, and those of wider values may not fit in shared memory (read in its source,
-# not tried on a card).
-WIDEST = 128
+WIDEST = 128  # torch chooses tiles by the keys' width alone, and those of wider values may not fit (by its source; not tried)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:

@@ -76,12 +76,10 @@ class Blocks(NamedTuple):
     TURNED: bool  # scores are K Q' transposed: warps lie along the keys, and no two warps compute the same product
 
 
-# sm_90: of twenty tiles for each row, timed on an H200 (docs/results/gpu/README.md), the fastest that spills little. sm_80: not
-# timed, but chosen from what Triton and ptxas report (`python -m tests.compiled_kernels`): these tiles fit the card's shared
-# memory, compute no product twice and spill few registers.
-# Forward keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded
-# to powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0). sm_80: mma.sync and at most 99 KiB, the shared memory of
-# the smallest of these cards (8.x, 12.x).
+# sm_90 (9.0: wgmma, 227 KiB of shared memory): of twenty tiles for each row, timed on an H200 (docs/results/gpu/README.md), the
+# fastest that spills little. sm_80 (8.x and 12.x: mma.sync, 99 KiB on the smallest cards): not timed; by what Triton and ptxas
+# report (`python -m tests.compiled_kernels`), these tiles fit, compute no product twice and spill few registers.
+# Forward keeps two accumulators BM x dv, backward BN x (2 d + dv), in float32. Rows serve widths up to (d, dv).
 FORWARD_16 = {
     "sm_90": {
         (64, 128): Blocks(64, 64, 4, 2, False),
