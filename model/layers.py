@@ -39,17 +39,16 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
+        parts = None if self.gate is None else self.gate(x), self.up(x)
         # torch.func's gradients refuse the hooks that checkpoint sets.
         if not (self.training and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
             return self._down(*parts)
         return checkpoint(self._down, *parts, use_reentrant=False, preserve_rng_state=False)
 
-    def _down(self, *parts: Tensor) -> Tensor:
-        if self.kind == "swiglu":
-            gate, up = parts
+    def _down(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        if gate is not None:
             return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(parts[0], approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+        return self.down(F.gelu(up, approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
 def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:
