@@ -121,7 +121,7 @@ class Format:
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
-    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that the architecture can compute
+    options: ClassVar[dict[str, tuple]]  # option of the variant: the values that the architecture can compute
     scalings: ClassVar[tuple[str, ...]] = ("none", "linear", "llama3")  # kinds of scaled RoPE
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
@@ -137,9 +137,8 @@ class Format:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
         fields = {ours: number(config, foreign, self.defaults, ours != "norm_eps") for foreign, ours in self.settings.items()}
         fields |= {field: allowed[0] for field, allowed in self.parts.items()}
-        if self.options:
-            variant = VARIANTS[self.letter]
-            fields[variant.name] = variant.Options(**{name: allowed[0] for name, allowed in self.options.items()})
+        variant = VARIANTS[self.letter]
+        fields[variant.name] = variant.Options(**{name: allowed[0] for name, allowed in self.options.items()})
         return DecoderConfig(layers=self.letter, match="none", **fields)
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
