@@ -86,10 +86,7 @@ def rotate(x: Tensor, rope: Rope | None) -> Tensor:
     cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
     if x.is_cuda:  # in the order of memory, (B, T, H, d), in which attention's kernels then leave their output, too
         wide, cos, sin = wide.transpose(1, 2), cos[:, None], sin[:, None]
-    if rope.interleaved:
-        even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each
-        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
-    else:
-        left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
-        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if rope.interleaved else wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = (torch.stack(parts, dim=-1).flatten(-2) if rope.interleaved else torch.cat(parts, dim=-1)).to(x.dtype)
     return turned.transpose(1, 2) if x.is_cuda else turned
