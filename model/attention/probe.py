@@ -18,14 +18,14 @@ class Maps:
         self.rows, self.apart = rows, apart  # rows: (R,) or (B, R) absolute query positions
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
-        # Of the attention that runs now: its name, the tokens that it sees, cached ones included, and its `joins_calls`.
-        self._layer, self._tokens, self._joins = "", 0, False
+        # The attention that runs now, and the tokens that it sees, cached ones included.
+        self._attention, self._tokens = nn.Module(), 0
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def record(self, rows: Tensor, pair: tuple[Tensor, ...] | None = None) -> None:
-        if self._calls and not self._joins:
-            wrong = f"{self._layer} attends several times in one layer"
+        if self._calls and not getattr(self._attention, "joins_calls", False):
+            wrong = f"{type(self._attention).__name__} attends several times in one layer"
             raise ValueError(f"{wrong}: set joins_calls=True if the heads of all calls stand side by side, or {WITHOUT}")
         self._calls.append(rows.detach().float())
         if self.apart and pair is not None:
@@ -39,8 +39,7 @@ class Maps:
     def _open_layer(self, attention: nn.Module, given: tuple, named: dict) -> None:
         x, cache = given[0] if given else named["x"], named.get("cache", given[3] if len(given) > 3 else None)
         cached = 0 if cache is None else cache.length
-        self._layer, self._tokens = type(attention).__name__, cached + x.shape[1]
-        self._joins = getattr(attention, "joins_calls", False)
+        self._attention, self._tokens = attention, cached + x.shape[1]
         if self.rows.numel() and (self.rows.min() < cached or self.rows.max() >= self._tokens):
             wrong = f"rows {int(self.rows.min())} to {int(self.rows.max())} of a probe are not in this pass"
             raise ValueError(f"{wrong}: give rows from {cached} to {self._tokens - 1}")
