@@ -22,13 +22,13 @@ CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 
 def test_the_pages_are_short_and_the_first_screen_has_what_a_stranger_needs() -> None:
-    """25,000 words in README.md and docs/*.md, of them so many in the long ones; a bar of a table is no word."""
+    """22,000 words in README.md and docs/*.md, of them so many in the long ones; a bar of a table is no word."""
     first = "\n".join(DOCUMENTS["README.md"].splitlines()[:15])
     assert len(DOCUMENTS["README.md"].split()) <= 1200
     assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
     pages = {name: text for name, text in DOCUMENTS.items() if name.count("/") < 2 and name != "CONTRIBUTING.md"}
     words = {name: sum(any(map(str.isalnum, word)) for word in text.split()) for name, text in pages.items()}
-    assert len(words) > 10 and sum(words.values()) <= 25_000, words
+    assert len(words) > 10 and sum(words.values()) <= 22_000, words
     for name, most in {"METHODS": 7500, "PERFORMANCE": 2500, "LOG": 3500}.items():
         assert words[f"docs/{name}.md"] <= most
     for name in (name for name in DOCUMENTS if name.startswith("docs/results/") or name == "docs/RESULTS.md"):
