@@ -246,13 +246,13 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
 
-    def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint (in a thread: `cfg.background`); delete old ones. guard: a Guard's state. Diverged: not finite."""
+    def save(self, step: int, guard: Guard | None = None) -> None:
+        """Write a checkpoint (in a thread: `cfg.background`) and delete old ones. Diverged: a tensor is not finite."""
         self.finish()
         tensors = {"model": own_weights(self.model), "optimizer": state_tensors(self.optimizers)}
         if bad := not_finite(tensors["model"] | tensors["optimizer"]):
             raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
-        state = {"step": step, "model": asdict(self.model.cfg), "guard": guard or {}}
+        state = {"step": step, "model": asdict(self.model.cfg), "guard": {"row": guard.in_a_row} if guard else {}}
         part = f"-part{self.world.rank + 1}" if any(isinstance(p, DTensor) for p in self.model.parameters()) else ""
         files = {
             f"{kind}{part}.safetensors": pieces(named, self.world.main, copy=self.cfg.background)

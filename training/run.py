@@ -246,7 +246,7 @@ class Run:
 
     def save(self, step: int) -> None:
         if step > self.first or not checkpoint.of_step(self.folder, step).exists():
-            self.saver.save(step, {"row": self.guard.in_a_row})
+            self.saver.save(step, self.guard)
 
     def opening(self, compiled: bool, micro_batch: int) -> str:
         """The line printed before the first step: the run's size and how it computes."""

@@ -47,7 +47,7 @@ def train_until(world: World, step: int, *overrides: str) -> None:
     """A training run that ends as soon as the checkpoint of `step` is on the disk."""
     save = Saver.save
 
-    def save_and_end(saver: Saver, now: int, guard: dict | None = None) -> None:
+    def save_and_end(saver: Saver, now: int, guard: Guard | None = None) -> None:
         save(saver, now, guard)
         if now == step:
             saver.finish()
