@@ -1,4 +1,8 @@
-"""A finished run as one small JSON object, so that a comparison no longer needs the run's folder."""
+"""A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
+
+It has the values of the configuration that decide the losses and differ from the defaults, a few of the logged losses, the last
+lambda by layer, and the results of every evaluation without long lists and values by layer.
+"""
 
 import functools
 import gzip

@@ -49,7 +49,10 @@ def attempt(build: Callable[[], Any]) -> Any:
 
 
 def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rounds: int, device: torch.device) -> None:
-    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work."""
+    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work.
+
+    A work that fails in a later round, for lack of memory, for example, leaves its row without times; the others go on.
+    """
     repeats = {}
     for i, (row, work) in enumerate(zip(rows, works, strict=True)):
         calls = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
@@ -61,7 +64,7 @@ def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rou
         for _ in range(rounds):
             for i in list(repeats):
                 seconds = attempt(partial(seconds_of, works[i], repeats[i], device))
-                if isinstance(seconds, str):  # for lack of memory, for example
+                if isinstance(seconds, str):
                     rows[i].not_measured[measure] = seconds
                     del rows[i].seconds[measure], repeats[i]
                 else:

@@ -100,7 +100,7 @@ def _download_shakespeare() -> str:
 
 
 def text_files(cfg: DataConfig) -> Corpus:
-    """The files READ in `_files_in(cfg.path)`. A .txt file is one document, or several that <|endoftext|> separates.
+    """Local files: `cfg.path` is a file, folder or glob. A .txt file is one document, or several that <|endoftext|> separates.
     A single .csv or .json file, and a folder of save_to_disk, are read as `hugging_face` reads them.
     """
     if cfg.path is None:

@@ -63,7 +63,10 @@ class TextEvalConfig(EvalConfig):
 
 
 def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
-    """The run's model (evaluation mode, float32, on the device), tokenizer and configuration. task: also of data=mqar."""
+    """The run's model (evaluation mode, float32, on the chosen device), tokenizer and configuration.
+
+    task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
+    """
     run = load_run(cfg.run, device=pick_device(cfg.device))
     if not task and read_run_config(run.path)["data"].get("source") == "mqar":  # ValueError without data
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")

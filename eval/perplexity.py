@@ -77,7 +77,10 @@ def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
-    """(B, T) cross-entropy in nats of each next token of windows (B, T + 1), without all logits at once; finite."""
+    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
+
+    ValueError if one is not finite.
+    """
     hidden = model.hidden(windows[:, :-1])  # (B, T, D)
     parts = common.logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
     losses = [F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]

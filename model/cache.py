@@ -18,7 +18,7 @@ class KVCache:
 
     def seen(self, tokens: Tensor) -> Tensor:
         """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
-        column = tokens[:, None, :, None]  # (B, 1, T, 1)
+        column = tokens[:, None, :, None]  # (B, 1, T, 1); in a slot, so that what copies or reorders keys takes the ids, too
         return self.append(column, column, layer=-1, slot=0)[0][:, 0, :, 0]
 
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ class Mask:
 
     def visible(self, b: Tensor, t: Tensor, s: Tensor) -> Tensor:
         """Whether query t of sequence b sees key s by the rules other than `see` and `bias`; indices that broadcast."""
-        see = s <= t if self.causal else (s <= t) | True
+        see = s <= t if self.causal else (s <= t) | True  # all True, in the shape of both
         if self.window is not None:
             see = see & ((s - t).abs() < self.window)
         if self.documents is not None:
