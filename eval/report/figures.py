@@ -182,7 +182,6 @@ def draw_gap(path: Path, arms: list[Arm], effects: Sequence[Difference], ylabel:
 def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
     """What each part gives, a row per part and a panel per metric; coloured where p after Holm's correction is below 5 %."""
     rows = list(dict.fromkeys(one.part for of_panel in panels.values() for one in of_panel))
-    labels = [textwrap.fill(row, 36) for row in rows]
     with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
         for ax, (metric, of_panel) in zip(axes[0], panels.items(), strict=True):
             shown = []
@@ -190,7 +189,7 @@ def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
                 resolved = one.p_holm is not None and one.p_holm < LEVEL
                 colour = ("#0072B2" if one.mean < 0 else "#D55E00") if resolved else GREY
                 shown.append((rows.index(one.part), one, colour))
-            _draw_differences(ax, shown, labels if ax is axes[0, 0] else [""] * len(rows))
+            _draw_differences(ax, shown, [textwrap.fill(row, 36) if ax is axes[0, 0] else "" for row in rows])
             ax.set_title(metric)
             ax.set_xlabel("lower loss ←    difference (nats)    → higher loss", fontsize=9)
 

@@ -94,7 +94,10 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-@pytest.mark.parametrize("study", "main main_controls main_lr main_paths scaling noise emergence mqar mqar_wide".split())
+STUDIES = "main main_42m answer main_controls main_lr main_paths scaling noise emergence mqar mqar_wide".split()
+
+
+@pytest.mark.parametrize("study", STUDIES)
 def test_published_numbers_follow_from_published_records(study: str, tmp_path: Path, monkeypatch, typed: Typed) -> None:
     """The command of a study's page, which trains nothing, gives the published differences and intervals."""
     monkeypatch.setattr(Results, "draw", lambda self, folder: [])  # no figure is compared
@@ -110,7 +113,7 @@ def test_published_numbers_follow_from_published_records(study: str, tmp_path: P
         assert list(numbers(arm["metrics"])) == pytest.approx(wanted, rel=5e-7, abs=5e-5)
     for part in ("mixed", "pairs", "profiles"):
         assert list(numbers(again[part])) == pytest.approx(list(numbers(published[part])), rel=1e-3, abs=1e-3)
-    fewest = {"scaling": 60, "main_lr": 200, "mqar": 140, "mqar_wide": 70}.get(study, 400)
+    fewest = {"answer": 300, "scaling": 60, "main_lr": 200, "mqar": 140, "mqar_wide": 70}.get(study, 400)
     assert len(list(numbers(published["mixed"]))) >= fewest
 
 
