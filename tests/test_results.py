@@ -32,9 +32,7 @@ def seeds(results: dict[str, Any], arm: str) -> int:
 
 
 def difference(arm: str, other: str, metric: str) -> tuple[int, dict[str, Any], float]:
-    """Of the table with the most seeds of both: their number, `arm` less `other`, and its p: for all arms at once against
-    the baseline, else after Holm's correction for the pairs.
-    """
+    """Where most seeds have both: their number, the difference, and its p (all arms at once, or after Holm's correction)."""
     names, found = {"arm": f"{arm}-{POINT}", "other": f"{other}-{POINT}"}, []
     for results in RESULTS.values():
         if other == "baseline":
