@@ -68,7 +68,7 @@ ANSWER = {  # README's row -> arm, other arm
 }
 
 
-def values(study: str, arm: str, metric: str, point: str) -> dict[int, float]:
+def losses(study: str, arm: str, metric: str, point: str) -> dict[int, float]:
     (entry,) = (entry for entry in RESULTS[study]["arms"] if entry["name"] == f"{arm}-{point}")
     return {run["seed"]: run["values"][metric] for run in entry["runs"]}
 
@@ -80,7 +80,7 @@ def test_the_answer_follows_from_the_runs() -> None:
     for row, (arm, other) in zip(rows, ANSWER.values(), strict=True):
         for column, study, point, n in (("10.5M", "answer", "10.5M", 10), ("42M", "main_42m", "42M", 5)):
             for text, metric, digits in (("books", "books", 3), ("documentation", "docs", 2)):
-                of_arm, of_other = (values(study, name, metric, point) for name in (arm, other))
+                of_arm, of_other = (losses(study, name, metric, point) for name in (arm, other))
                 assert len(of_arm) == len(of_other) == n
                 result = paired([of_arm[seed] - of_other[seed] for seed in of_arm])
                 wanted = f"{result.mean:+.{digits}f} ({result.low:+.{digits}f} to {result.high:+.{digits}f})"
