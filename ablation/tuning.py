@@ -165,14 +165,14 @@ def _rounded(value: float) -> float:
 def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -> str:
     """The part of a table's title that names no tuning, one seed, or trials shorter than the runs of `run_tokens`."""
     if not results:
-        return ", untuned"
+        return ", rates not tuned here"
     share = max(result.longest for result in results.values()) / run_tokens
     how = ["with one seed"] * (len(cfg.seeds) == 1) + [f"by trials of {share:.0%} of the longest runs' length"] * (share < 0.99)
     return f", tuned {' and '.join(how)}" if how else ""
 
 
 def rates_table(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
-    """The learning rates that the tuning chose, as Markdown, and how many trials solved the task; [] for an untuned study."""
+    """The learning rates that the tuning chose, as Markdown, and how many trials solved the task; [] without tuning."""
     if not results:
         return []
     rows = [["chosen for", *cfg.keys, "points tried"]]
@@ -188,7 +188,7 @@ def rates_table(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
 def tuning_notes(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     """Sentences on the trials' judge, unequal budgets, and best values at an end of the tried values."""
     if not results:
-        return ["Untuned: the learning rates were not tuned for any arm."]
+        return ["Not tuned here: this study tried no learning rates; each arm has those of its configuration."]
     counts = {arm: len(result.scores) * len(cfg.seeds) for arm, result in results.items()}
     fewest = min(counts.values())
     judge = "the loss on validation data" if cfg.metric == "train.val_loss" else cfg.metric

@@ -40,8 +40,8 @@ def test_the_best_of_a_bowl_needs_a_fixed_budget_and_at_the_edge_a_wider_grid() 
     assert "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
     shorter = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
     assert in_title(shorter, CFG, 2000) == ", tuned with one seed and by trials of 25% of the longest runs' length"
-    assert in_title(shorter, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
-    assert tuning_notes({}, CFG)[0].startswith("Untuned")
+    assert in_title(shorter, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", rates not tuned here"
+    assert tuning_notes({}, CFG)[0].startswith("Not tuned here")
     cfg = replace(CFG, full=True, refine=[])  # all combinations are the same for every arm
     scores, rounds = search(cfg, bowl(10.0, 0.003))
     assert rounds == [12] == [cfg.fewest] and tuned(cfg, scores).edge == ["optim.muon_lr"]
