@@ -39,5 +39,5 @@ def _groups(folder: Path, name: str) -> Iterator[str]:
     roots = [folder / "ablations", folder] if "hydra" in primary else [folder]  # as its hydra.searchpath says
     defaults = [item for entry in primary["defaults"] if isinstance(entry, dict) for item in entry.items()]
     for group, default in defaults:
-        options = next(sorted(path.stem for path in (root / group).iterdir()) for root in roots if (root / group).is_dir())
+        options = next(sorted(path.stem for path in (root / group).glob("*.yaml")) for root in roots if (root / group).is_dir())
         yield f"# GROUP {group}={'MISSING' if default == '???' else default or 'null'}: {', '.join(options)}"

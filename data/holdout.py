@@ -23,7 +23,7 @@ class HoldOut:
     """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others."""
 
     below: float
-    share: Fraction = Fraction(0)  # of the document whose hash equals `below`, which is cut in two; validation gets its end
+    share: Fraction = Fraction(0)  # if not 0, the document whose hash is `below` is cut: validation gets this share, its end
     uncut: str = "train"  # the split of that document if it is too short to be cut
 
     def documents(self, texts: Iterable[str]) -> Iterator[Document]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.shards import Shard
 
-ROUNDS = 6
+ROUNDS = 6  # of the Feistel network in permute: another number changes the order of the data of every run
 MASK32 = 0xFFFFFFFF
 UNSCORED = -100  # the target that torch's cross-entropy leaves out
 

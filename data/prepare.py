@@ -60,7 +60,7 @@ class Split:
     bytes: int = 0
     end: tuple[int, int] = (-1, 0)  # number of the last document, and how many of its tokens are taken
     waiting: list[np.ndarray] = field(default_factory=list)
-    held: int = 0  # tokens of that document which the finished shards hold, and which a resumed preparation meets again
+    held: int = 0  # after a resume: tokens of that document in the finished shards, to skip when it is tokenized again
 
 
 def _resumed(folder: Path, shards: list[dict]) -> Split:
@@ -107,7 +107,7 @@ def refuse_other_request(folder: Path, before: dict, now: dict) -> None:
 
     A fact about the source or the tokenizer that one of the two versions of this code did not write down is not compared.
     """
-    default = {"tokenizer.vocab_size": BPE_TOKENS}
+    default = {"tokenizer.vocab_size": BPE_TOKENS, "tokenizer.special": False}
     for key in now | before:
         option = key.split(".")[0] in DataConfig.__dataclass_fields__
         then, ours = (default.get(key) if (value := request.get(key)) is None else value for request in (before, now))

@@ -112,7 +112,7 @@ def text_files(cfg: DataConfig) -> Corpus:
         return hugging_face(replace(cfg, dataset=cfg.path))
     files = _files_in(cfg.path)
     if not files:
-        raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
+        raise FileNotFoundError(f"there is no file at or below {path} (hidden files do not count): correct path=")
     texts = [file for file in files if TEXT_NAME.fullmatch(file.name)]
     if not texts:
         raise ValueError(f"no text in {path}: path= takes {READ} files, or one .csv or .json file")
@@ -254,12 +254,12 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     # Files beside OWNER/NAME lie on the hub; those beside a builder, such as json or parquet, are local.
     local = os.path.join(folder, cfg.data_files or "") if folder or "/" not in cfg.dataset else ""
 
-    identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
+    options = ("dataset", "subset", "split", "column", "data_files")
+    identity = {"source": "hf"} | {option: getattr(cfg, option) for option in options}
     if local:
         paths = _files_in(local)
         _refuse_copies([path for path in paths if TEXT_NAME.fullmatch(path.name)])
-        content = content_of([path for path in paths if not path.name.startswith("cache-")])
-        identity |= {"data_files": cfg.data_files, "content": content}
+        identity["content"] = content_of([path for path in paths if not path.name.startswith("cache-")])
     return Corpus(identity, lambda: (_text_of(row, cfg.column, cfg.dataset) for row in _rows(cfg, local)))
 
 

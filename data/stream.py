@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from configs.composing import overrides_of
 from configs.files import flatten, read_json_lines
 from data.config import DataConfig
 from data.loader import Mixture, Source, Windows
@@ -23,7 +24,7 @@ from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
 
 # Options that only data.prepare reads, as meta.json names them.
 PREPARING = set("dataset subset split data_files column val_fraction max_tokens shard_tokens".split())
-PREPARING |= {"tokenizer.name", "tokenizer.path", "tokenizer.vocab_size"}
+PREPARING |= {"tokenizer.name", "tokenizer.path", "tokenizer.vocab_size", "tokenizer.special"}
 
 
 def is_task(cfg: DataConfig) -> bool:
@@ -73,13 +74,14 @@ def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
         return
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     typed = flatten({override.key_or_group: override.value() for override in parsed})
-    default = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS}
+    default = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS, "tokenizer.special": False}
     prepared = default | {option: value for option, value in prepared.items() if value is not None or option not in default}
     for option, ours in flatten(asdict(cfg)).items():
         ours = default.get(option) if ours is None else ours
         if option in PREPARING and f"data.{option}" in typed and option in prepared and prepared[option] != ours:
             wrong = f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}"
-            raise ValueError(f"{wrong}: set data.{option}={prepared[option]}, or prepare as another data.name=NAME")
+            (fix,) = overrides_of({f"data.{option}": prepared[option]})
+            raise ValueError(f"{wrong}: set {fix}, or prepare as another data.name=NAME")
 
 
 def refuse_other_text(run: Path, cfg: DataConfig) -> None:
@@ -95,7 +97,7 @@ def trained_on(run: Path) -> str | None:
 
 
 def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
+    """Name, source and options of the text that a run reads: of its shards, as data.dir= may point to another data=NAME."""
     folder, made = Path(data.get("dir") or "none"), None
     with contextlib.suppress(ValueError):  # damaged by now
         made = read_meta(folder)

@@ -81,7 +81,8 @@ def test_the_groups_stand_there_with_their_options(capsys: pytest.CaptureFixture
     assert "    def " not in text  # methods
     print_help("ablate", schema_of("scripts.ablate", "AblateConfig")[1], "")
     text = capsys.readouterr().out
-    assert "# GROUP experiment=MISSING: ablation_v1, " in text and "shakespeare_cpu" not in text  # an experiment of train.py
+    assert "# GROUP experiment=MISSING: ablation_v1, " in text and ", base, " not in text  # a folder
+    assert "shakespeare_cpu" not in text  # an experiment of train.py
 
 
 def test_the_command_line_shows_it_and_a_reader_may_leave_early(typed: Typed) -> None:

@@ -195,4 +195,6 @@ def test_a_path_takes_what_the_package_datasets_reads(tmp_path, datasets, monkey
     corpus = open_corpus(DataConfig("mine", "text", "a.csv"))
     assert list(corpus) == DOCUMENTS and corpus.identity["content"] == sources.content_of([tmp_path / "a.csv"])
     assert read(tmp_path / "two", split="test") == DOCUMENTS[:1]
+    on_the_hub = DataConfig("mine", "hf", dataset="owner/name", data_files="a.parquet")
+    assert sources.hugging_face(on_the_hub).identity["data_files"] == "a.parquet"
     refused("no text under 'id' .it has a value of type int.: use data.column=", tmp_path / "saved", column="id")

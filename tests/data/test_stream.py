@@ -40,11 +40,12 @@ def test_an_option_that_training_would_ignore_is_refused_if_it_was_typed_and_dif
     for override, changes, says in (
         ("data.val_fraction=0.2", {"val_fraction": 0.2}, "data.val_fraction=0.1, not 0.2"),
         ("data.val_fraction=0.005", {}, "val_fraction=0.1, not 0.005"),
-        ("data.max_tokens=5", {"max_tokens": 5}, "data.max_tokens=None, not 5"),
+        ("data.max_tokens=5", {"max_tokens": 5}, "data.max_tokens=None, not 5: set data.max_tokens=null, or"),
         ("++data.shard_tokens=9000", {"shard_tokens": 9000}, "data.shard_tokens=100000000, not 9000"),
         ("data.tokenizer={name: bpe}", {"tokenizer": TokenizerConfig("bpe")}, "set data.tokenizer.name=bytes, or prepare as"),
         ("data.tokenizer.path=x", {"tokenizer": TokenizerConfig("bytes", path="x")}, "data.tokenizer.path=None, not x"),
         ("data.tokenizer.vocab_size=300", {"tokenizer": TokenizerConfig("bytes", 300)}, "vocab_size=4096, not 300"),
+        ("data.tokenizer.special=true", {"tokenizer": TokenizerConfig("bytes", special=True)}, "set data.tokenizer.special=f"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             refuse_ignored_options(tiny(shards, **changes), [override])
