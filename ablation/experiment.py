@@ -12,11 +12,11 @@ from ablation.study import Evaluation, read_evaluation
 from ablation.tuning import TuneConfig
 from configs.composing import key_of, merged, quoted
 from eval.report.runs import Arm
-from training.run import TrainConfig, deciding
+from training.run import TrainConfig, identity_of
 
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
 OF_TRAINING = ("loss", *LAST_TENTHS, "val_loss", "spikes", "seconds", "tokens")
-OF_LOSSES = ("perplexity", "quantization")  # evaluations whose losses are those of a text; others hide needles in it
+OF_LOSSES = ("perplexity", "quantization")  # evaluations that report the loss on a given text; for all others it is a haystack
 
 
 @dataclass
@@ -79,19 +79,19 @@ def seed_list(seeds: Any) -> list[int]:
 def arm_list(cfg: AblateConfig) -> list[Arm]:
     """The arms at every point of the grid, each compared with the first arm of its point."""
     refuse_inconsistent(cfg)
-    families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
-    if not families:
+    chosen = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
+    if not chosen:
         raise ValueError("the experiment has no arms: list them under arms:")
     arms: dict[str, Arm] = {}
-    first = next(iter(families))
+    first = next(iter(chosen))
     for point, at in (cfg.grid or {"": []}).items():
-        for family, overrides in families.items():
-            name, reference = (f"{part}-{point}" if point else part for part in (family, first))
+        for arm, overrides in chosen.items():
+            name, reference = (f"{part}-{point}" if point else part for part in (arm, first))
             if re.search(r"[^\w.-]", name):
                 raise ValueError(f"'{name}' cannot be a part of a folder's name: use letters, digits, '.', '_', '-'")
             if name in arms:
                 raise ValueError(f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point")
-            arms[name] = Arm(name, family, point, None if family == first else reference, "", merged(overrides, at))
+            arms[name] = Arm(name, arm, point, None if arm == first else reference, "", merged(overrides, at))
     return list(arms.values())
 
 
@@ -109,7 +109,8 @@ def refuse_inconsistent(cfg: AblateConfig) -> None:
         ("tune.at", [cfg.tune.at], "grid", cfg.grid),
     ):
         if unknown := [name for name in names if name is not None and name not in known]:
-            raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
+            fix = ", ".join(known) or (f"no {option}" if of == "grid" else f"{of}=[NAME,...]")
+            raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {fix}")
     if len(cfg.plane) not in (0, 2):
         raise ValueError(f"plane={cfg.plane} is not two metrics: name the two whose differences it shows")
     for option, titles in (("forest", cfg.forest), ("plane", cfg.plane)):
@@ -118,6 +119,8 @@ def refuse_inconsistent(cfg: AblateConfig) -> None:
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
+    if cfg.branch and cfg.tune.keys and cfg.tune.each:
+        raise ValueError("a run that branches off has the learning rates of the longest: use branch=false with tune.each=true")
     if cfg.fit and len(cfg.grid) < 2:
         raise ValueError(f"fit: true needs several points, but the grid has {len(cfg.grid)}: use tier=cpu or tier=gpu")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]
@@ -140,7 +143,7 @@ def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> 
     """Refuse points of the grid whose runs cannot branch off the longest one. configs: by the arms' names."""
     for arm in arms:
         first = next(other for other in arms if other.arm == arm.arm)
-        values, of_first = (deciding(asdict(configs[one.name]), but=("steps",)) for one in (arm, first))
+        values, of_first = (identity_of(asdict(configs[one.name]), but=("steps",)) for one in (arm, first))
         differ = [key for key, value in values.items() if of_first[key] != value]
         if differ or values["optim.schedule"] != "wsd":
             wrong = f"branch is true, but {arm.name} has another {differ[0] if differ else 'optim.schedule than wsd'}"

@@ -1,5 +1,6 @@
 """Many runs side by side: each on its GPU or its share of the cores, until all are done."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -68,10 +69,10 @@ class Pool:
 
 
 def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str, total: int) -> None:
-    """Run chains of runs, `jobs` chains at a time. After a failure no other run starts; the failure is raised at the end."""
+    """Run chains (a long run, then those that branch off it), `jobs` at a time. After a failure no other run starts."""
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
-    left = [run for chain in chains for run in chain]
+    numbers = itertools.count(total - sum(map(len, chains)) + 1)  # of the runs, as they end
     failures: list[Exception] = []
     chains_left = iter(chains)  # from which every worker takes the next
     with Pool() as pool:
@@ -84,8 +85,7 @@ def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str
                             return
                         pool.carry_out(run, environment(slot, jobs, gpus))
                         if not pool.stopping:
-                            left.remove(run)
-                            print(f"{name}: {total - len(left)} of {total} runs | {run.name} {run.finished()}", flush=True)
+                            print(f"{name}: {next(numbers)} of {total} runs | {run.name} {run.finished()}", flush=True)
                 except Exception as failure:
                     failures.append(failure)
 

@@ -110,8 +110,8 @@ def rows_of(cfg: NgramsConfig, budgets: list[int]) -> Iterator[dict[str, Any]]:
     if min(budgets) < cfg.context:
         raise ValueError(f"tokens={min(budgets)} is less than a window of {cfg.context}: give more, or a smaller context")
     train = Windows(open_split(cfg.shards, "train", vocab_size=V), cfg.context)
-    test = cut_windows(tokens_of(tokenizer, cfg.text, cfg.shards), cfg.context, cfg.test_tokens)
-    val = cut_windows(tokens_of(tokenizer, None, cfg.shards), cfg.context, cfg.test_tokens // 4)
+    test = cut_windows(tokens_of(tokenizer, cfg.text, cfg.shards), cfg.context, max(cfg.test_tokens, cfg.context))
+    val = cut_windows(tokens_of(tokenizer, None, cfg.shards), cfg.context, max(cfg.test_tokens // 4, cfg.context))
     hits, cache, val_cache = recall_hits(test, V), cached(test), cached(val)
     for budget in budgets:
         numbers = range(min(budget // cfg.context, len(train)))

@@ -44,7 +44,9 @@ class Study:
         self.evaluations = experiment.evaluation_list(cfg)
         experiment.refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (*cfg.records_of, name)))
-        known = [] if cfg.run else self.records.values()  # a table of records does not need the data that they were made of
+        # A table of records does not need their data. Records of other data do not count (main's at tier=gpu).
+        data = merged(cfg.tier.train, cfg.common, cfg.train)
+        known = [one for one in self.records.values() if not cfg.run and f"data.name={one['config'].get('data.name')}" in data]
         self.recorded = recorded_model(known)
         self.texts = Texts({record["facts"].get("text_digest") for record in known} - {None})
         self.arms = experiment.arm_list(cfg)

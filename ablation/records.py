@@ -17,7 +17,7 @@ from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, settings_of
 from model.config import DecoderConfig, decoder_config
 from training.monitor import last_lambdas
-from training.run import TrainConfig, deciding
+from training.run import TrainConfig, identity_of
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -29,7 +29,7 @@ LAST_TENTHS = ("loss_text", "loss_retrieval", "lr", "grad_norm", "tokens_per_s",
 # Settings of train.py that decide what a run logs, and not what it learns.
 MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
-DEFAULTS = deciding(asdict(TrainConfig()))
+DEFAULTS = identity_of(asdict(TrainConfig()))
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
 
 Record = dict[str, Any]
@@ -124,7 +124,7 @@ def rounded(content: Any) -> Any:
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
     """The values that decide a run's losses and differ from the defaults, under dotted keys."""
-    return {key: value for key, value in deciding(config).items() if DEFAULTS.get(key) != value}
+    return {key: value for key, value in identity_of(config).items() if DEFAULTS.get(key) != value}
 
 
 def records_of(folder: Path, *kept: Path) -> dict[str, Record]:

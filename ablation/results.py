@@ -14,7 +14,7 @@ from eval.report.figures import draw_differences, draw_forest, draw_gap, draw_gr
 from eval.report.runs import Arm
 
 DOCUMENTS = ("metric", "part", "arm", "reference", "n", "mean", "sd", "low", "high", "p", "p_holm")
-FAMILIES = ("gap_*", "grid_*", "forest", "plane")  # figures that not every command draws
+OPTIONAL_FIGURES = ("gap_*", "grid_*", "forest", "plane")  # that not every command draws
 
 
 class Results:
@@ -79,7 +79,7 @@ class Results:
 
     def draw(self, folder: Path) -> list[Path]:
         """Draw the figures in place of those of an earlier command. Returns their paths."""
-        for path in [path for family in FAMILIES for path in folder.glob(f"{family}.png")]:
+        for path in [path for name in OPTIONAL_FIGURES for path in folder.glob(f"{name}.png")]:
             path.unlink()
         cfg, paths = self.cfg, draw_ablation(folder, self.comparison, self.fits)
         for metric in self.comparison.compared if cfg.branch else ():

@@ -30,6 +30,7 @@ from training.checkpoint import checkpoints, of_step
 from training.optim import decay_start
 from training.run import TrainConfig, refuse_other_config, sizes, take_architecture
 
+# train.py's last line after a loss or gradient that is not finite: the run is then a result (diverged) and no failure
 INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
 REPEAT = "repeat its overrides, or start anew with name=OTHER"
 
@@ -171,8 +172,8 @@ class PlannedRun:
         return not self.diverged
 
     def finished(self) -> str:
-        """Store the record of a finished run; returns the outcome in a word."""
-        if not self.left():
+        """Store the record of a finished run that was made here; returns the outcome in a word."""
+        if not self.record and not self.left():
             write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.measured())])
         return "diverged" if self.diverged else "done"
 

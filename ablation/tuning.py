@@ -102,7 +102,7 @@ def tuned(cfg: TuneConfig, scores: Mapping[Point, Score]) -> Tuned:
     """The result of a search that is over. ValueError if all trials diverged."""
     _, widened = _search(cfg, scores)
     best = min(scores, key=scores.get)
-    if not math.isfinite(scores[best].loss):
+    if all(math.isinf(score.loss) for score in scores.values()):
         tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in scores)
         raise ValueError(f"all trials of an arm diverged ({'/'.join(cfg.keys)}: {tried}): give lower tune.values")
     by_key = zip(cfg.keys, best, zip(*scores, strict=True), strict=True)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train  # noqa: F401  # registers its schema
 from ablation.experiment import AblateConfig, refuse_unknown_arms
-from ablation.jobs import Pool, environment, run_jobs, visible_gpus
+from ablation.jobs import run_jobs
 from ablation.plan import Study
 from ablation.results import Results
 from ablation.study import PlannedRun, read_epochs
@@ -38,7 +38,11 @@ def main(cfg: AblateConfig) -> None:
     for text, share in (study.overlaps() or {}).items():
         refuse_overlap(f"texts.{text}" if text in cfg.texts else f"the text of {text}", share)
     if cfg.only and cfg.run:
-        carry_out_alone(study, cfg.only)
+        known = {run.name: run for run in (*study.trials(), *study.runs())}
+        if cfg.only not in known:
+            wrong = f"only={cfg.only} is not a run of this experiment, or its rates are not tuned yet"
+            raise ValueError(f"{wrong}: use one of {', '.join(known)}")
+        run_jobs([[known[cfg.only]]], 1, name, 1)
         return
     if cfg.run:
         while trials := [trial for trial in study.trials() if trial.left()]:  # until every search is over
@@ -46,29 +50,13 @@ def main(cfg: AblateConfig) -> None:
             run_jobs([[trial] for trial in trials], cfg.jobs, f"{name}, tuning", len(trials))
     runs = study.runs()
     for run in [*study.trials(), *runs]:  # a run may have been made, or evaluated again, by hand
-        if not run.record and not run.left():
-            run.finished()
+        run.finished()
     left = study.describe(runs)
-    if left and cfg.run:
-        study.print_costs()
+    study.print_costs()
+    if cfg.run:
         run_jobs(left, cfg.jobs, name, len(runs))
-    if not cfg.run:
-        study.print_costs()
-        runs = [run for run in runs if not run.left()]
-    if runs:
-        write_results(study, runs)
-
-
-def carry_out_alone(study: Study, only: str) -> None:
-    """Carry out the one run of only= on this machine."""
-    known = {run.name: run for run in (*study.trials(), *study.runs())}
-    if only not in known:
-        raise ValueError(f"only={only} is not a run of this experiment: use one of {', '.join(known)}")
-    with Pool() as pool:
-        pool.carry_out(known[only], environment(0, 1, visible_gpus()))
-    print(f"{known[only].folder}: {'stopped' if pool.stopping else known[only].finished()}", flush=True)
-    if pool.stopping:
-        pool.leave()
+    if finished := [run for run in runs if not run.left()]:
+        write_results(study, finished)
 
 
 def write_results(study: Study, runs: list[PlannedRun]) -> None:

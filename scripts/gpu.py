@@ -109,7 +109,7 @@ class Visit:
             return ["-m", "data.prepare", *words]
         if what in ("attention", "mfu", "compile"):
             return ["scripts/bench.py", *words, quoted(f"out={self.file(f'{what} {name}', 'json')}")]
-        run = quoted(f"run_dir={self.work / 'runs' / f'{what}-{arm}'}") + "-s${seed}"
+        run = f"run_dir='{self.work}/runs/{what}-{arm}-s${{seed}}'"
         options = merged(overrides(arm, self.plan["tier"]), words, self.data, [run])
         return ["train.py", *sorted(options, key=lambda word: word != "-m")]
 

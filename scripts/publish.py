@@ -75,7 +75,7 @@ def publish_folder(source: Path, name: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / pair[1], target)
     content = json.loads((source / pair[0]).read_text())
-    write_json(target / pair[0], shortened(content, (target / PUBLISHED).is_file()), indent=0)
+    write_json(target / pair[0], without_curves(content, (target / PUBLISHED).is_file()), indent=0)
     figures = sorted((source / "figures").glob("*.png"))
     page = "".join(path.read_text() for path in target.glob("*.md"))
     shown = [path for path in figures if path.name in page or pages_with(f"results/{name}/{path.name}")]
@@ -84,7 +84,7 @@ def publish_folder(source: Path, name: str) -> None:
     print(f"{target}: {len(shown)} figures of {len(figures)}, as pages show; {put_into_documents(name, target / pair[1])}")
 
 
-def shortened(content: dict[str, Any], recorded: bool) -> dict[str, Any]:
+def without_curves(content: dict[str, Any], recorded: bool) -> dict[str, Any]:
     """A JSON without this machine's folders, and with no more of the curves and digits than the records have."""
     content |= {key: without_folders(content[key]) for key in ("config", "runs") if key in content}
     arms = content["results"]["arms"] if content.get("eval") == "ablation" else []

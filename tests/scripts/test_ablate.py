@@ -134,7 +134,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, tmp_path: Path, call: Call,
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse."""
     draw, other_text = random.Random(1), tmp_path / "other.txt"  # in the words of the training text, but not in their order
     other_text.write_text("\n".join(" ".join(draw.choices(WORDS, k=60)) for _ in range(40)))
-    monkeypatch.setattr(jobs.Pool, "carry_out", lambda pool, run, env: made_up(run, shards))
+    monkeypatch.setattr(jobs.Pool, "carry_out", lambda pool, run, env: run.left() and made_up(run, shards))
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
     arguments, folder = tuned(shards, tmp_path, other_text, arms), tmp_path / "toy"
     printed = call(*arguments)
@@ -154,6 +154,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, tmp_path: Path, call: Call,
     records = list(records_of(folder).values())
     shutil.rmtree(folder)
     write_records(folder / PUBLISHED, records)
+    assert "1 of 1 runs | slow-s1 done" in call(*arguments, "only=slow-s1") and not (folder / "records").exists()
     alone = in_words(in_words(arguments, str(shards), "nowhere"), str(other_text), "gone/other.txt")
     assert "3 runs, 3 of them finished" in (printed := call(*alone, "run=false"))
     assert "Made from records alone" in printed and "epochs" not in printed

@@ -74,11 +74,11 @@ def test_curves_and_digits_are_published_once(root: Path, tmp_path: Path, call: 
     short = json.loads((published / "results.json").read_text())
     assert short["results"]["arms"][0]["runs"] == [{"seed": 1, "run": "a-s1", "values": {"loss": 2.0}}]
     assert short["config"] == {"texts": {"books": "b.jsonl"}}
-    (kept,) = publish.shortened(content, recorded=False)["results"]["arms"][0]["runs"]
+    (kept,) = publish.without_curves(content, recorded=False)["results"]["arms"][0]["runs"]
     assert kept["curve"] == [[1, 2.0]] and len(kept["losses"]) <= POINTS + 1
     assert [kept["losses"][0], kept["losses"][-1]] == [losses[0], losses[-1]]
     report = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
-    assert publish.shortened(report, recorded=False) == report | {"runs": [{"config": {"run_dir": "a"}}]}  # results are a list
+    assert publish.without_curves(report, recorded=False) == report | {"runs": [{"config": {"run_dir": "a"}}]}
 
 
 def numbers(content: Any) -> Iterator[float]:

@@ -29,7 +29,7 @@ class Command:
 
 
 def children(process: int) -> list[int]:
-    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [int(number) for path in Path(f"/proc/{process}/task").glob("*/children") for number in path.read_text().split()]
 
 
 def test_a_preempted_job_of_an_ablation_stops_its_training_first(
