@@ -57,7 +57,7 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[np.nd
     """Of the attention row of the last prompt token, for the heads of all layers side by side: bucket masses (samples,
     readings, heads, 5), entropy and share of negative mass (samples, 2, heads), and the number of heads in each layer.
     """
-    masses, shapes, heads = [], [], []
+    masses, spreads, heads = [], [], []
     longest = max(len(query.prompt) for query in queries)
     for part in common.batches(queries, batch, longest * floats_per_token(model.cfg)):
         rows = torch.tensor([[len(query.prompt) - 1] for query in part], device=device_of(model))  # (B, 1)
@@ -68,8 +68,8 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[np.nd
             row = torch.cat([layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers])  # (heads, P)
             common.check_finite(row)
             masses.append(torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))).cpu().numpy())
-            shapes.append(torch.stack((entropy(row), negative_share(row))).cpu().numpy())
-    return np.stack(masses), np.stack(shapes), heads
+            spreads.append(torch.stack((entropy(row), negative_share(row))).cpu().numpy())
+    return np.stack(masses), np.stack(spreads), heads
 
 
 def by_layer(values: np.ndarray, heads: list[int]) -> list[list[float]]:
@@ -120,7 +120,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     """The results of `summarise`, entropy and negative share over prompts and heads, and `sinks` for each length."""
     model, context = run.model, run.model.cfg.context
     length = cfg.length or context
-    masses, shapes, sink = [], [], {}
+    masses, spreads, sink = [], [], {}
     with common.progress("attention noise", len(cfg.depths) + 2) as bar:
         for size in sorted({min(SINK_LENGTH, context), context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
@@ -129,12 +129,12 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
             contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
             mass, shape, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
             masses.append(mass)
-            shapes.append(shape)
+            spreads.append(shape)
             bar.update()
     signed = all(block.attention.row_sums != "any" for block in model.blocks)
     results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed)
     for i, name in enumerate(("entropy", "negative")):
-        values = np.stack(shapes)[:, :, i]  # (depths, samples, heads)
+        values = np.stack(spreads)[:, :, i]  # (depths, samples, heads)
         mean, se = over_depths(values.mean(axis=2))
         per_head = values.reshape(-1, values.shape[2]).mean(axis=0)
         results[name] = {"mean": mean, "se": se, "per_layer_head": by_layer(per_head, heads)}
@@ -223,8 +223,8 @@ def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
     if not results["signed"]:
         printed.append("signed and signed_per_layer are left out: rows may sum to zero, so no share of the sum has a meaning")
     sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
-    shapes = f"entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}"
-    return [*printed, f"{shapes}, sinks {sink}"]
+    spreads = f"entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}"
+    return [*printed, f"{spreads}, sinks {sink}"]
 
 
 @command("attention_noise", AttentionNoiseConfig)

@@ -193,8 +193,8 @@ def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
     if name is None and given is None:
         return evaluation
     name = Path(given).name.split(".")[0] if name is None else name
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise ValueError(f"'{name}' names no file: give name= with letters, digits, '.', '_' and '-', as in name=books")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # a dot would end it in a metric's path
+        raise ValueError(f"'{name}' names no result: give name= with letters, digits, '_' and '-', as in name=books")
     return f"{evaluation}_{name}"
 
 

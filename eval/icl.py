@@ -98,7 +98,7 @@ def read_examples(path: Path) -> list[Example]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             rows = [(row["text"], row["label" if "label" in reader.fieldnames else "category"] or "") for row in reader]
-        examples = [Example(" ".join(text.split()), label.replace("_", " ")) for text, label in rows]
+        examples = [Example(" ".join(text.split()), " ".join(label.replace("_", " ").split())) for text, label in rows]
     except (ValueError, KeyError, AttributeError, csv.Error):
         examples = []
     if not examples:

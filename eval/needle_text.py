@@ -12,7 +12,7 @@ from data.tokenizer import Tokenizer
 from eval.common import TextEvalConfig
 from training.checkpoint import LoadedRun
 
-_facts = lru_cache(maxsize=4)(Facts)  # which tokenizes the sentences' fixed parts
+_facts = lru_cache(maxsize=4)(Facts)  # kept, because making one tokenizes the sentence of every city
 
 
 @dataclass
@@ -73,6 +73,7 @@ def needle_queries(
             fit = f"length={cell.length}, or the text of {len(haystack)} tokens"
             fix = "use a longer length, fewer needles or a longer text=FILE"
             raise ValueError(f"needles={cell.needles} and a question do not fit {fit}: {fix}")
+        # at the end of a sentence within a tenth of the text (or 32 tokens) of its depth, or else just there
         hay = haystack[start : start + room]
         text, starts = hide(hay, order, depths, sentence_ends(tokenizer), max(32, room / 10))
         first = 1 + starts[0]

@@ -34,20 +34,20 @@ def recall_hits(windows: np.ndarray, vocab_size: int) -> np.ndarray:
     return hits
 
 
-def frequent_bigrams(folder: Path, shards: Sequence[Shard], windows: np.ndarray, vocab_size: int, most: int) -> np.ndarray:
-    """Codes of bigrams of hits in `windows` that occur more than `most` times in the shards; counts are kept in `folder`."""
+def frequent_bigrams(folder: Path, shards: Sequence[Shard], windows: np.ndarray, vocab_size: int, threshold: int) -> np.ndarray:
+    """Codes of bigrams of hits in `windows` that the shards have more than `threshold` times; counts are kept in `folder`."""
     wanted = np.unique(ngram_codes(windows, 2, vocab_size)[recall_hits(windows, vocab_size)])
     counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), 2, vocab_size, counted])
     path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # the file does not exist yet, or it is damaged
-        return wanted[np.load(path) > most]
+        return wanted[np.load(path) > threshold]
     counts = bigram_counts(shards, wanted, vocab_size)
     with contextlib.suppress(OSError):  # the folder cannot be written
         content = io.BytesIO()
         np.save(content, counts)
         write_atomic(path, content.getvalue())
-    return wanted[counts > most]
+    return wanted[counts > threshold]
 
 
 def bigram_counts(shards: Sequence[Shard], wanted: np.ndarray, vocab_size: int) -> np.ndarray:

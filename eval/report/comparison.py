@@ -14,7 +14,7 @@ from eval.report.differences import MixedModel, by_seed, contrasts, long_table
 from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import PAIRED, Difference, correct, geometric_interval, mean_sd, paired, power_law, size_ratio
 
-FLOPS = ", equal FLOPs"
+EQUAL_FLOPS = ", equal FLOPs"  # ends the name of a metric that is compared after equal training FLOPs
 GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin of equivalence
 PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch", "p_equal")
 OF_ARM = ("name", "arm", "point", "reference", "variant", "overrides", "facts")
@@ -50,7 +50,7 @@ class Comparison:
         tested = self.table[self.table["metric"].isin(self.compared)]
         self._compare("", self.compared, tested)
         if self.horizons:
-            self._compare(FLOPS, self.compared, at_equal_flops(arms, tested))
+            self._compare(EQUAL_FLOPS, self.compared, at_equal_flops(arms, tested))
         if self.covariate:
             path = metrics[self.covariate]
             whole = f"{path.partition('.')[0]}.loss" if ".recall." in path else path  # would repeat another metric's difference
@@ -59,7 +59,7 @@ class Comparison:
 
     def _compare(self, kind: str, metrics: Sequence[str], table: pd.DataFrame, covariate: str | None = None) -> None:
         at, references = dict(by_seed(table, "metric", "point")), {arm.name for arm in self.arms if not arm.reference}
-        points = self.points[1:] if kind == FLOPS else self.points  # an arm with more FLOPs per token has none at the first
+        points = self.points[1:] if kind == EQUAL_FLOPS else self.points  # at the first an arm with more FLOPs has none
         for metric in metrics:
             of_points = self.models.setdefault(metric + kind, {})
             for point in points:
@@ -70,7 +70,7 @@ class Comparison:
                 if model.enough and model.reference in references:
                     of_points[point] = model
                     self.effects += model.effects.values()
-                if kind != FLOPS and (model.enough or not covariate):
+                if kind != EQUAL_FLOPS and (model.enough or not covariate):
                     self.pairs += self._pairs_of(model, {arm.arm: arm.name for arm in self.arms if arm.point == point})
 
     def _pairs_of(self, model: MixedModel, names: Mapping[str, str]) -> list[Difference]:
@@ -146,7 +146,7 @@ class Comparison:
 
     def models_json(self) -> dict[str, Any]:
         mixed = {metric: {point: model.summary() for point, model in at.items()} for metric, at in self.models.items()}
-        pairs = {metric: [] for metric in mixed if not metric.endswith(FLOPS)}
+        pairs = {metric: [] for metric in mixed if not metric.endswith(EQUAL_FLOPS)}
         for one in self.pairs:
             place = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference, "differences": one.by_seed}
             pairs[one.metric].append(place | one.numbers(*PAIR))

@@ -16,7 +16,7 @@ from scipy import stats
 from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, Difference, correct, detectable_effect, paired, t_quantile
 
-FEWEST_DF = 3  # of the pooled error of two seeds, that is of four arms; with fewer, only paired intervals are shown
+FEWEST_DF = 3  # with two seeds a pooled error needs 3, as four arms give; with fewer, only paired intervals are shown
 DRAWS = 2**18  # samples of the multivariate t: its quantiles' standard error is below 0.01 for df >= 4, and 0.03 for 2
 EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
 
@@ -62,7 +62,7 @@ class MixedModel:
 
     beta[0] is the reference's mean, beta[i] arm i less it. error: the error's variance, 0 where it cannot be estimated: of
     less than two arms, of two seeds and less than FEWEST_DF degrees of freedom, with a covariate that no seed moves. ratio: the
-    variance of the seeds' blocks divided by it. place: metric and point of its differences.
+    variance of the seeds' blocks (what all arms share at a seed) divided by it. place: metric and point of its differences.
     """
 
     def __init__(self, values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> None:
@@ -83,7 +83,7 @@ class MixedModel:
             beta, covariance, self.error, self.ratio = _reml(y, design, block)
             self.beta, self.covariance = beta[:arms], covariance[:arms, :arms]
             self.slope = float(beta[arms]) if covariate is not None else None
-        self.enough = self.error > 0
+        self.enough = self.error > (1e-12 * np.abs(y).max(initial=0.0)) ** 2  # of equal values, the error is rounding alone
         self.reference = values.columns[0] if arms else None
 
     @functools.cached_property

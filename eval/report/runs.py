@@ -17,10 +17,10 @@ from data.stream import text_read
 from eval.common import INK, INPUTS, colour, command_of, given_input, variant
 from eval.needle_text import trained_digits
 from eval.report.statistics import spikes
-from training.run import deciding
+from training.run import identity_of
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-NO_MATTER = ("device", "batch", "name", "training_counts", "ngram", "orders")  # change no number; the last two: of old runs
+IGNORED_SETTINGS = ("device", "batch", "name", "training_counts", "ngram", "orders")  # those of old runs last
 # Counts and digests in results. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "text_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
@@ -40,8 +40,8 @@ LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 @dataclass
 class Run:
     """A run folder. facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged:
-    the error that stopped training. skipped: the last step without an update. counted: loss and spikes of a thinned `train`.
-    texts_in_common: evaluation -> its text, where bits per byte are all that can be compared.
+    the error that stopped training. skipped: the last step without an update. counted: loss and spikes of the whole log, in
+    a record. texts_in_common: evaluation -> its text, where bits per byte are all that can be compared.
     """
 
     folder: Path
@@ -268,12 +268,12 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
     results, settings = evaluation["results"], settings_of(evaluation)
     if name == "perplexity":
         known = {"text": results.get("sha256", ""), "frequent": (results.get("recall") or {}).get("rare_at_most")}
-    elif name in EVALUATIONS:
+    elif command_of(name) in ("needle", "attention_noise"):  # also of a given text, as needle_books
         given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples")}
         given["digits"] = trained_digits(config)  # of the numbers to find
         known = _shape(results) | {"settings": given, "windows": settings.get("windows")}
     else:
-        known = _shape(results) | {"settings": {key: value for key, value in settings.items() if key not in NO_MATTER}}
+        known = _shape(results) | {"settings": {key: value for key, value in settings.items() if key not in IGNORED_SETTINGS}}
     return {key: value for key, value in known.items() if value is not None}
 
 
@@ -348,7 +348,7 @@ def arms_of(runs: list[Run]) -> list[Arm]:
 def _without_seed(run: Run) -> str:
     """A text that is equal for runs that differ only in the seed, the machine's folders, the speed and the dtype."""
     # A run of an older version lacks keys that are null in newer runs.
-    config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
+    config = {key: value for key, value in identity_of(run.config, but=("seed",)).items() if value is not None}
     config.pop("data.shard_tokens", None)
     config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with another run
     return json.dumps(config, sort_keys=True, default=str)

@@ -21,7 +21,8 @@ class Difference:
     """`arm` less `reference` in one metric at one point of a grid, over n seeds. What n seeds cannot give is None.
 
     low, high: 95 % interval. p: two-sided. by_seed: of every seed that both have. p_holm: p corrected for the differences
-    that are tested with it (Holm 1979). se to p_equal: of a model (differences.py, comparison.py). part to better: its place.
+    that are tested with it (Holm 1979). se: standard error, of a model (differences.py). own_low, own_high: its interval
+    alone. p_alone: paired t test. p_welch: unpaired. p_equal: test of equivalence. metric to better: its place.
     """
 
     n: int

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eval.report.comparison import FLOPS, Comparison
+from eval.report.comparison import EQUAL_FLOPS, Comparison
 from eval.report.differences import FEWEST_DF
 from eval.report.statistics import Difference, p_text
 from eval.report.tables import markdown, mixed_precision, si
@@ -14,8 +14,8 @@ ABOUT = (
     "the arm without it) after Holm's correction. p, alone is the paired t test. docs/METHODS.md, 8.3, defines all of them."
 )
 TOO_FEW = (
-    f"No error is pooled over arms, and nothing is bold, with two seeds and fewer than {FEWEST_DF} degrees of freedom (four "
-    "arms): the intervals of the table with p, and of the figure, are paired by seed."
+    f"No error is pooled over arms with two seeds and fewer than {FEWEST_DF} degrees of freedom (four arms): the intervals of "
+    "the table with p, and of the figure, are paired by seed, and bold stands only in tables that are paired."
 )
 SEEDS = (
     "Seeds {seeds}; {most} training tokens{read}. ± is the standard deviation over seeds. A difference is the arm less "
@@ -142,7 +142,7 @@ def error_notes(comparison: Comparison) -> list[str]:
     """The error of every metric at every point, and a warning where arms differ in it."""
     lines = []
     for metric, at in comparison.models.items():
-        for point, model in at.items() if not metric.endswith(FLOPS) else ():
+        for point, model in at.items() if not metric.endswith(EQUAL_FLOPS) else ():
             where = f"{metric}, {point}" if point else metric
             lines.append(ERROR.format(where=where, **model.summary()))
             lines += [SPREADS_DIFFER.format(where=where, p=p_text(model.bartlett_p))] * model.spreads_differ

@@ -292,6 +292,8 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     lines += [line for run in runs for line in _notes_of(run, run in kept)]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
+    if len({str(run.config["data"]["mqar"]) for run in kept if run.config["data"]["source"] == "mqar"}) > 1:
+        lines.append("the runs were trained with different data.mqar, so comparing their losses is not fair")
     if mixed := mixed_precision(kept):
         lines.append(mixed)
     seeds = [{run.seed for run in arm.runs} for arm in arms]
@@ -316,7 +318,7 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         steps = f"at step {run.step:,} of {run.config['steps']:,}"
         lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
-    if not run.texts_in_common and (absent := [name for name in wanted if name not in run.evals]):
+    if not (run.texts_in_common or diverged) and (absent := [name for name in wanted if name not in run.evals]):
         commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
         lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
     if diverged:

@@ -6,7 +6,7 @@ import pytest
 
 from eval.common import command_of
 from eval.report import __main__ as report
-from eval.report.runs import Run, arms_of, labels, read_runs
+from eval.report.runs import Run, arms_of, labels, measured, read_runs
 from eval.report.tables import at, differences, row_of
 from tests.eval.conftest import edit, further
 
@@ -67,6 +67,8 @@ def test_what_was_measured_is_compared_and_not_only_the_settings(seeded):
         with pytest.raises(ValueError, match=says):
             read_runs([str(folder) for folder in folders])
         further(folders[2], name, first)
+    digits = [{"data": {"retrieval": {"digits": number}}} for number in (4, 6)]  # of the numbers to find
+    assert len({str(measured("needle_books", {"results": {}}, config)) for config in digits}) == 2
 
 
 def test_a_file_under_two_spellings_is_one_file(seeded):

@@ -14,7 +14,7 @@ from data.retrieval import EVAL_EVERY
 from eval import icl
 from eval.icl import Episode, Example, IclConfig
 
-BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
+BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?", lost_card\nOne more top up,top_up\n'
 
 
 def test_synthetic_episodes():

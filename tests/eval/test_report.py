@@ -69,6 +69,9 @@ def test_the_sentence_about_the_runs_names_processors_and_dtypes(make_run):
     runs[1].facts |= {"machine": {"cpu": "B", "gpu": "none", "torch": "2.13.0"}, "dtype": "bfloat16"}
     assert "; A, torch 2.13.0, float32 / B, torch 2.13.0, bfloat16; code " in compared(runs)
     assert any("trained in bfloat16 (1) and float32 (1)" in note for note in notes(runs, [Arm("both", runs=runs)]))
+    for run, share in zip(runs, (0.5, 0.9), strict=True):
+        run.config["data"] |= {"source": "mqar", "mqar": {"distractors": share}}
+    assert any("different data.mqar" in note for note in notes(runs, [Arm("both", runs=runs)]))
 
 
 def test_names_are_never_markup(make_run, call, tmp_path):
@@ -258,6 +261,7 @@ def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, reported):
     assert runs[2].evals["needle"] and not arms[1].runs[0].results("needle")
     page, _, _ = reported(listed(folders))
     assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
+    assert f"run={folders[2]}" not in page  # no evaluation would help
     assert 'length, baseline"' in page and 'length, diff"' not in page
     assert 'alt="Quantization, diff"' not in page
 
