@@ -100,9 +100,9 @@ class AttentionArm:
         torch.autograd.grad(outputs, inputs, self.gradients[measure], allow_unused=True)
 
 
-def op_memory(*arm: Any) -> float | None:
+def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
-    *_, world = arm
+    arm = (cfg, variant, backend, length, world)
     if world.device.type == "cuda":
         return memory_here(*arm)
     # One thread, because the buffers of other threads would be counted.

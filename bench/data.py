@@ -2,7 +2,6 @@
 
 import itertools
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from bench.models import VOCABULARY, BenchConfig
-from bench.timing import Row, attempt, time_in_turn
+from bench.timing import Row, attempt, seconds_of, time_in_turn
 from bench.training import TrainingStep
 from data.config import DataConfig, RetrievalMixConfig, TokenizerConfig
 from data.loader import Loader, Prefetcher, Source, Windows
@@ -56,11 +55,8 @@ def waits(step: TrainingStep, source: Source, rounds: int) -> dict[str, float]:
     """How long a step waits for its batch, which is read during the step before: ms, and % of the step."""
     load, waited, taken = Prefetcher(Loader(source, len(step.rows), seed=1)), [], []
     for number in range(rounds + 1):
-        start = time.perf_counter()
-        load(number)
-        waited.append(time.perf_counter() - start)
-        step()
-        taken.append(time.perf_counter() - start)
+        waited.append(seconds_of(partial(load, number), 1, step.rows.device))
+        taken.append(waited[-1] + seconds_of(step, 1, step.rows.device))
     load.close()
     # without the first batch, which is not read before the step needs it
     return {"wait (ms)": 1e3 * median(waited[1:]), "of a step (%)": 100 * sum(waited[1:]) / sum(taken[1:])}

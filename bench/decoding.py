@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.models import VOCABULARY, BenchConfig, model_config, random_tokens, variants
+from bench.models import BenchConfig, model_config, random_tokens, variants
 from bench.timing import Row, attempt, paired_ratios, time_in_turn
 from model.cache import KVCache
 from model.decoder import Decoder
@@ -34,10 +34,9 @@ class Decoding:
     def __init__(self, cfg: BenchConfig, variant: str, length: int, world: World) -> None:
         if length < 2:
             raise ValueError(f"length {length} leaves nothing to cache")
-        changes = {"vocab_size": VOCABULARY, "context": max(length, cfg.model.context)}
-        self.model = Decoder(model_config(cfg, variant, **changes)).to(world.device).eval()
+        self.model = Decoder(model_config(cfg, variant, context=max(length, cfg.model.context))).to(world.device).eval()
         self.autocast, self.cache = world.autocast(cfg.dtype), KVCache(length)
-        self.tokens = random_tokens(cfg.batch or 1, length, VOCABULARY, world)
+        self.tokens = random_tokens(cfg.batch or 1, length, self.model.cfg.vocab_size, world)
         self.last = torch.tensor([length - 1], device=world.device)
         with torch.no_grad(), self.autocast:
             self.model(self.tokens[:, :-1], cache=self.cache)

@@ -43,7 +43,8 @@ def variants(cfg: BenchConfig) -> list[str]:
 
 def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfig:
     """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), model_files()[variant], changes))
+    size = {"vocab_size": cfg.model.vocab_size or VOCABULARY}
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), size, model_files()[variant], changes))
 
 
 def random_tokens(rows: int, length: int, vocabulary: int, world: World) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import timing
-from bench.models import VOCABULARY, BenchConfig, model_config, random_tokens, variants
+from bench.models import BenchConfig, model_config, random_tokens, variants
 from bench.timing import Row, attempt, median_interval, paired_ratios, peak_growth, time_in_turn
 from model.decoder import Decoder
 from training.distributed import World, join_world, pick_dtype
@@ -31,10 +31,9 @@ class TrainingStep:
     """Calling it takes one optimizer step, as train.py takes it."""
 
     def __init__(self, cfg: BenchConfig, variant: str, batch: int, world: World) -> None:
-        vocabulary = cfg.model.vocab_size or VOCABULARY
-        self.model = Decoder(model_config(cfg, variant, vocab_size=vocabulary)).to(world.device)
+        self.model = Decoder(model_config(cfg, variant)).to(world.device)
         self.optimizers = build_optimizers(self.model, cfg.optim)
-        self._prepare(cfg, random_tokens(batch, cfg.model.context + 1, vocabulary, world), world)
+        self._prepare(cfg, random_tokens(batch, cfg.model.context + 1, self.model.cfg.vocab_size, world), world)
 
     def _prepare(self, cfg: BenchConfig, rows: Tensor, world: World) -> None:
         self.rows, self.autocast, self.clip = rows, world.autocast(cfg.dtype), cfg.optim.clip or float("inf")
@@ -71,16 +70,15 @@ class NanoGPTStep(TrainingStep):
     """Calling it takes one optimizer step of nanoGPT, as its train.py takes it, in the shape of our stack gpt2."""
 
     def __init__(self, cfg: BenchConfig, batch: int, world: World) -> None:
-        vocabulary = cfg.model.vocab_size or VOCABULARY
-        gpt2, module = model_config(cfg, "gpt2", vocab_size=vocabulary), nanogpt(cfg.peer)
+        gpt2, module = model_config(cfg, "gpt2"), nanogpt(cfg.peer)
         shape = {"n_layer": gpt2.n_layer, "n_head": gpt2.n_head, "n_embd": gpt2.d_model, "block_size": gpt2.context}
         betas = (cfg.optim.beta1, cfg.optim.beta2)
         with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints its number of parameters
-            config = module.GPTConfig(**shape, vocab_size=vocabulary, dropout=0.0, bias=gpt2.bias)
+            config = module.GPTConfig(**shape, vocab_size=gpt2.vocab_size, dropout=0.0, bias=gpt2.bias)
             self.model = module.GPT(config).to(world.device)
             optim = self.model.configure_optimizers(cfg.optim.weight_decay, cfg.optim.lr, betas, world.device.type)
         self.optimizers = [optim]
-        self._prepare(cfg, random_tokens(batch, gpt2.context + 1, vocabulary, world), world)
+        self._prepare(cfg, random_tokens(batch, gpt2.context + 1, gpt2.vocab_size, world), world)
 
     def compiled(self) -> nn.Module:
         return torch.compile(self.model)
@@ -110,7 +108,10 @@ def _build(build: Callable, *arguments: Any) -> None:
 
 
 def _ask(function: Callable, *arguments: Any) -> Any:
-    return function(_step[0], *arguments)
+    answer = function(_step[0], *arguments)
+    if torch.cuda.is_initialized():  # the process that reads the clock cannot wait for the GPU work of this one
+        torch.cuda.synchronize()
+    return answer
 
 
 def remote_step(processes: contextlib.ExitStack, *build: Any) -> Callable:
