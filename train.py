@@ -7,10 +7,11 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-# torch loads libgomp, which reads GOMP_SPINCOUNT: beside busy processes, waiting threads sleep sooner (docs/PERFORMANCE.md).
+# torch loads libgomp, which reads GOMP_SPINCOUNT: beside busy processes, waiting threads should sleep sooner
+# (docs/PERFORMANCE.md). The fourth field of /proc/loadavg is RUNNABLE/ALL threads; at 1/ALL only this process runs.
 if "OMP_WAIT_POLICY" not in os.environ and os.path.exists("/proc/loadavg"):
-    moments = [Path("/proc/loadavg").read_text().split()[3] for _ in range(5) if not time.sleep(0.02)]
-    if not any(threads.startswith("1/") for threads in moments):  # field RUNNABLE/ALL: threads, this one counted
+    samples = [Path("/proc/loadavg").read_text().split()[3] for _ in range(5) if not time.sleep(0.02)]
+    if not any(threads.startswith("1/") for threads in samples):
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch

@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         total, dx, dw = ctx.saved_tensors
-        return *native.once((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
+        return *native.first_derivatives_only((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
 
 
 def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

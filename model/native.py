@@ -99,7 +99,7 @@ def operator(name: str, signature: str, run: Callable, empty: Callable, on: str 
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def once(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def first_derivatives_only(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The `gradients` that a custom backward returns, from `inputs`; ValueError where they are differentiated again.
 
     Autograd would silently take them for constants.

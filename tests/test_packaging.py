@@ -92,15 +92,7 @@ def test_a_wheel_installs_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 def test_an_index_for_torch_is_used_for_torch_alone_and_the_quickstart_names_its_folders_by_model(tmp_path: Path) -> None:
     for index, fetched in (("", 0), ("https://example.org/cpu", 1)):
-        command = [
-            "make",
-            "-n",
-            "quickstart",
-            f"VENV={tmp_path / 'venv'}",
-            f"TORCH_INDEX={index}",
-            "RUNS=x/y",
-            "MODELS=diff,gated",
-        ]
+        command = f"make -n quickstart VENV={tmp_path / 'venv'} TORCH_INDEX={index} RUNS=x/y MODELS=diff,gated".split()
         planned = subprocess.check_output(command, cwd=ROOT, text=True)
         installs = [line for line in planned.splitlines() if " install " in line]
         assert len(installs) == 1 + fetched and "--index-url" not in installs[-1]

@@ -91,7 +91,10 @@ def load(
 
 
 def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resumes: bool = False) -> Loaded | None:
-    """The value of `use(folder)` for the newest whole checkpoint; None without checkpoints. ValueError if none is whole."""
+    """The value of `use(folder)` for the newest whole checkpoint; None without checkpoints. ValueError if none is whole.
+
+    say: warn of newer ones that cannot be read. resumes: the caller continues this run, which decides the error's advice.
+    """
     errors: list[Exception] = []
     for folder in reversed(checkpoints(run_dir)):
         try:

@@ -31,7 +31,7 @@ from training.distributed import World
 MOST_ROWS = 32  # of a process's micro batch whose loss is reported by kind
 LOGITS_AT_ONCE = 2**26  # logits of one forward pass; more rows take several passes
 KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py makes, in its order
-LAMBDA = re.compile(r"monitor/layer_(\d+)/lambda")  # lambda of a layer; names that only begin so are other readings
+LAMBDA = re.compile(r"monitor/layer_(\d+)/lambda")  # lambda itself; lambda_init, lambda_mix and the like must not match
 ROWS = 16  # query rows of a window whose maps are read
 
 

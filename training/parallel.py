@@ -22,7 +22,7 @@ from model.decoder import Decoder
 from training.distributed import World
 
 KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
-GRAPHS = 128  # most compiled versions of one piece of code: of each model of a bench, or layer of a split model
+GRAPHS = 128  # torch.compile's limit of versions per function: a bench needs one per model, a split model one per layer
 TOKENS_PER_PASS = 2**14
 # Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
 # FLOP/s of an eager step.

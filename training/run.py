@@ -45,7 +45,7 @@ class TrainConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
-    nonfinite: Annotated[int, "[1, inf)"] = 10  # so many non-finite updates in a row end the run (on a GPU at a logged step)
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # this many non-finite updates in a row end the run (on a GPU at a logged step)
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
     needle_every: Annotated[int, "[0, inf)"] = 0  # steps between needle-in-a-haystack checks of retrieval; 0: none
     needle_samples: Annotated[int, "[1, inf)"] = 64  # questions in each needle check
@@ -287,8 +287,8 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     return folder
 
 
-def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of the fields IDENTITY, without `but` and LOCAL_ONLY, under dotted keys."""
+def identity_of(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What makes a run this run: the values of the fields IDENTITY, without `but` and LOCAL_ONLY, under dotted keys."""
     flat = flatten({key: config.get(key) for key in IDENTITY if key not in but})
     if flat.get("init_from"):
         flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])  # folders above differ between machines
@@ -297,7 +297,7 @@ def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any
 
 def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None) -> None:
     """ValueError if a run was started with other values of the fields IDENTITY without `but`."""
-    saved, ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
+    saved, ours = identity_of(read_run_config(run_dir), but), identity_of(ours, but)
     saved = flatten(asdict(TrainConfig())) | saved  # an older run lacks the options added since: they had their defaults
     if differ := [key for key in ours if saved[key] != ours[key]]:
         what = ", ".join(f"{key}={saved[key]} (now {ours[key]})" for key in differ[:4])

@@ -72,11 +72,11 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
     if dropout or (backend == "sdpa" and on_cpu):
         return "one_call"
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
-    seen = mask if backend == "auto" else EVERYTHING
-    return choose(None if on_cpu else card(), x.dtype, d, dv, seen, T, S)
+    considered = mask if backend == "auto" else EVERYTHING
+    return choose(None if on_cpu else card(), x.dtype, d, dv, considered, T, S)
 
 
-def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
+def prepare_block_mask(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
     """Make the block mask that `mask` keeps for all layers: torch.compile cannot make it inside activation checkpointing."""
     B, T = x.shape[:2]
     if T > 1 and _chosen(backend, x, d, dv, mask, T, T, dropout) == "flex":

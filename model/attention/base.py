@@ -15,7 +15,7 @@ from ..layers import initialize
 from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
-from .backends import BACKENDS, attend, attend_map, check_backend, prepare
+from .backends import BACKENDS, attend, attend_map, check_backend, prepare_block_mask
 from .mask import Mask, alibi_slopes
 from .reference import softmax
 
@@ -87,7 +87,7 @@ class Attention(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
     row_sums: ClassVar[str] = "one"  # one, positive (while lambda is below 1), or any: no divisor (METHODS, 7.3)
     whole: ClassVar[bool] = False  # whether rows of its map depend on earlier rows, so that all are computed at once
-    joins_calls: ClassVar[bool] = False  # calls an operation of backends.py several times, for heads that a probe joins
+    joins_calls: ClassVar[bool] = False  # calls operations of backends.py several times; to a probe all calls' maps are heads
     takes_context: bool = True  # whether it can be cross attention (context=)
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
         if not self.needs_dense:
             for sets in self.key_sets:
-                prepare(x, width, self.value_width, mask, self.backend, self.dropout_now, sets)
+                prepare_block_mask(x, width, self.value_width, mask, self.backend, self.dropout_now, sets)
 
     @property
     def key_sets(self) -> tuple[int, ...]:

@@ -49,9 +49,11 @@ class IntrospectiveAttention(Attention):
         kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
         _check(self.options)
         group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
-        if cfg.d_model % heads or heads % group or heads % kv_heads:
-            wrong = f"heads={heads} of each path is no multiple of {group} that divides d_model={cfg.d_model}"
-            raise ValueError(f"{wrong}: use such a number, or n_kv_head=1")
+        if cfg.d_model % heads:
+            raise ValueError(f"heads={heads} of each path do not divide d_model={cfg.d_model}: set introspective.heads")
+        if heads % group or heads % kv_heads:
+            wrong = f"heads={heads} of each path are no multiple of {group}, the heads that share keys"
+            raise ValueError(f"{wrong}: set introspective.heads, or use n_kv_head=1")
         return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)  # a path's output is as wide as X, which is added
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

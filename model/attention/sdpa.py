@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..native import constant, once
+from ..native import constant, first_derivatives_only
 from .mask import EVERYTHING, Mask
 
 SHORT = 512  # keys up to which a CPU's float32 flash kernel, with the conversion, is faster than its bfloat16 kernel
@@ -23,17 +23,17 @@ def card() -> tuple[int, int] | None:
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, shown: Dense | None = None, dropout: float = 0.0, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Dense | None = None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """torch's SDPA: (B, H, T, dv). shown: (see, bias) in place of `dense(mask, q, k)`. scale: of scores, None: 1 / sqrt(d)."""
+    """torch's SDPA: (B, H, T, dv). rules: (see, bias) in place of `dense(mask, q, k)`. scale: of scores, None: 1 / sqrt(d)."""
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         if q.dtype == torch.bfloat16 and S <= SHORT:
             with torch.autocast("cpu", enabled=False):
-                return sdpa(q.float(), k.float(), v.float(), mask, shown, dropout, scale).to(q.dtype)
+                return sdpa(q.float(), k.float(), v.float(), mask, rules, dropout, scale).to(q.dtype)
         q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # A single query has the last position and sees every key.
-    unmasked = shown is None and not mask.limited and (not mask.causal or T == S or T == 1)
+    unmasked = rules is None and not mask.limited and (not mask.causal or T == S or T == 1)
     options = {"scale": scale, "dropout_p": dropout}
     if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
@@ -43,7 +43,7 @@ def sdpa(
         if mask.causal and T > 1:  # not is_causal=T > 1: with a symbolic T that is a SymBool, which torch refuses
             options["is_causal"] = True
         return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
-    see, bias = shown or dense(mask, q, k)
+    see, bias = rules or dense(mask, q, k)
     see = spread(see, q)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
     rule = see | blind
@@ -130,7 +130,7 @@ class Union(torch.autograd.Function):
         # The probabilities of set j are exp(q k_j' - lse), so its backward takes the merged output and lse.
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
-        return None, *once((grad, q, *sets), (sum(dq), *dk, *dv))
+        return None, *first_derivatives_only((grad, q, *sets), (sum(dq), *dk, *dv))
 
 
 def flash_takes(q: Tensor, width: int) -> bool:

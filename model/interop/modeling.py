@@ -54,9 +54,10 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Called for a module of which a checkpoint lacks weights; transformers has only reserved memory for them."""
-        name = next(name for name, one in self.named_modules() if one is module)
-        raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
+        """Called for a module of which a checkpoint lacks weights, and for a new, resized embedding or head."""
+        for name in (name for name, one in self.named_modules() if one is module):  # memory that is only reserved
+            raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
+        nn.init.normal_(module.weight, std=0.02)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding

@@ -34,7 +34,7 @@ class Remote(Format):
     architecture, model_type, settings = "VariantForCausalLM", "attention_variants", {}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return decoder_config(config["stack"]).filled()
+        return decoder_config(config.get("stack")).filled()
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         stack = replace(cfg, backend="auto", dropout=0.0, attention_dropout=0.0, projection_dropout=0.0)

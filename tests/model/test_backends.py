@@ -201,7 +201,7 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
 def test_block_masks_are_prepared_for_the_width_of_a_layers_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention takes widths from 16 on: two signals of width 8 are one product of width 16."""
     widths = []
-    monkeypatch.setattr(base, "prepare", lambda x, d, *others: widths.append(d))
+    monkeypatch.setattr(base, "prepare_block_mask", lambda x, d, *others: widths.append(d))
     for name in ("integral", "baseline", "diff_v2"):
         randomized(name, head_dim=8, n_layer=1).blocks[0].attention.prepare(torch.zeros(1, 8, 64), CAUSAL)
     assert widths == [16, 8, 8]

@@ -114,10 +114,11 @@ def test_packed_documents_do_not_see_each_other(changes: dict) -> None:
 def test_new_tokens_are_saved_with_the_others(folder: Path, tmp_path: Path) -> None:
     model, x = load(folder).eval(), tokens(vocab=50)
     before = model(x).logits
-    model.resize_token_embeddings(53)
-    model.save_pretrained(tmp_path / "again")
-    for wider in (model(x).logits, load(tmp_path / "again").eval()(x).logits):
-        assert wider.shape[-1] == 53 and torch.equal(wider[..., :50], before)
+    for size, mean in ((53, True), (55, False)):
+        model.resize_token_embeddings(size, mean_resizing=mean)
+        model.save_pretrained(tmp_path / str(size))
+        for wider in (model(x).logits, load(tmp_path / str(size)).eval()(x).logits):
+            assert wider.shape[-1] == size and torch.equal(wider[..., :50], before)
 
 
 def test_gradient_checkpointing_and_tuples() -> None:

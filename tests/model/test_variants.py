@@ -284,7 +284,7 @@ def test_degenerate_introspection_is_refused() -> None:
     for options, says in (
         ({"paths": 1}, "path_weight=sigmoid"),
         ({"paths": 2, "path_weight": "literal"}, "always .1 and -1: use path_weight=sigmoid"),
-        ({"heads": 3}, "no multiple of 1 that divides d_model=64: use such a number, or n_kv_head=1$"),
+        ({"heads": 3}, "heads=3 of each path do not divide d_model=64: set introspective.heads$"),
         ({"heads": 8, "paths": 5}, "exceeds the baseline's budget"),
         ({"mode": "sequence", "repeated": True, "paths": 11}, "at most paths=10$"),
     ):

@@ -83,14 +83,6 @@ def changed(name: str, change: Callable[[dict], object]) -> Callable[[Path], Non
     return damage
 
 
-def no_number(tensors: dict) -> None:
-    tensors["embedding.weight"][0, 0] = float("nan")
-
-
-def wide(tensors: dict) -> None:
-    tensors["embedding.weight/exp_avg"] = torch.zeros(3)
-
-
 DAMAGES = {
     "truncated": truncate,
     "missing file": lambda folder: (folder / "model.safetensors").unlink(),
@@ -101,9 +93,11 @@ DAMAGES = {
     "resolved names": lambda folder: signed(folder, model={"layers": "${oc.env:HOME}"}),
     "no safetensors": lambda folder: ((folder / "model.safetensors").write_bytes(b"PK" * 50), signed(folder)),
     "int8 weights": changed("model.safetensors", lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()})),
-    "NaN weights": changed("model.safetensors", no_number),
+    "NaN weights": changed("model.safetensors", lambda t: t["embedding.weight"][0].fill_(float("nan"))),
     "extra tensor": changed("model.safetensors", lambda t: t.update(other=torch.zeros(1))),
-    "optimizer of another shape": changed("optimizer.safetensors", wide),
+    "states of another shape": changed(
+        "optimizer.safetensors", lambda t: t.update({"embedding.weight/exp_avg": torch.zeros(3)})
+    ),
 }
 
 

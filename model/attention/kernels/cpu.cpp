@@ -113,20 +113,16 @@ template <class E, class F> struct Head {
     }
   }
 
-  F* keys(int64_t m) const {  // (map_line, key_line); the lines behind the S keys are zero
-    F* to = memory.take(map_line * key_line);
-    for (int64_t i = 0; i < c.n; i++)
-      read(c.k.at<E>(b, m, h, 0, i), c.k.strides[3], c.T, c.d, to + i * key_line, c.n * key_line);
-    std::fill(to + S * key_line, to + map_line * key_line, F(0));
+  // S keys or values of a head, whose n sets lie `set` apart: (map_line, whole<F>(width)); the lines behind them are zero.
+  F* rows(const E* from, int64_t row, int64_t set, int64_t width) const {
+    const int64_t line = whole<F>(width);
+    F* to = memory.take(map_line * line);
+    for (int64_t i = 0; i < c.n; i++) read(from + i * set, row, c.T, width, to + i * line, c.n * line);
+    std::fill(to + S * line, to + map_line * line, F(0));
     return to;
   }
-  F* values() const {  // (map_line, value_line); the lines behind the S values are zero
-    F* to = memory.take(map_line * value_line);
-    for (int64_t i = 0; i < c.n; i++)
-      read(c.v.at<E>(b, h, 0, i), c.v.strides[2], c.T, c.dv, to + i * value_line, c.n * value_line);
-    std::fill(to + S * value_line, to + map_line * value_line, F(0));
-    return to;
-  }
+  F* keys(int64_t m) const { return rows(c.k.at<E>(b, m, h), c.k.strides[3], c.k.strides[4], c.d); }
+  F* values() const { return rows(c.v.at<E>(b, h), c.v.strides[2], c.v.strides[3], c.dv); }
   F* turned(const F* from, int64_t width) const {  // map_line lines of `width` numbers -> (width, map_line)
     F* to = memory.take(width * map_line);
     const int64_t line = whole<F>(width);

@@ -128,5 +128,5 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses to make them for a second read
-        *grads, dlam = native.once((grad, *inputs), BACKWARD(grad, *inputs))
+        *grads, dlam = native.first_derivatives_only((grad, *inputs), BACKWARD(grad, *inputs))
         return *grads, None if inputs[3] is None else dlam

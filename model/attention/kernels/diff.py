@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...native import once
+from ...native import first_derivatives_only
 from ..mask import Mask
 from . import interpreted, unavailable
 from .diff_triton import backward_kernel, delta_kernel, forward_kernel
@@ -258,7 +258,7 @@ def _autograd(ctx, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]
     if grad is None:  # nobody asks for a gradient through the output
         return (None,) * 8
     found = _backward(grad, *inputs, ctx.causal, ctx.window)
-    return *once((grad, *inputs[:4]), found), None, None, None, None
+    return *first_derivatives_only((grad, *inputs[:4]), found), None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
