@@ -36,7 +36,7 @@ from eval.recall import frequent_bigrams, ngram_codes, recall_hits
 from training.checkpoint import LoadedRun
 
 LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
-DOCUMENTS = 32  # the most whose losses are told apart
+DOCUMENTS = 64  # the most whose losses are told apart
 FREQUENT = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a bigram as frequent
 
 
