@@ -69,7 +69,7 @@ class Pool:
 
 
 def run_jobs(chains: Sequence[Sequence[PlannedRun]], jobs: int | None, name: str, total: int) -> None:
-    """Run chains (a long run, then those that branch off it), `jobs` at a time. After a failure no other run starts."""
+    """Run chains (a long run, then its branches), `jobs` at a time. After a failure, raised at the end, no run starts."""
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
     numbers = itertools.count(total - sum(map(len, chains)) + 1)  # of the runs, as they end

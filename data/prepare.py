@@ -31,8 +31,8 @@ from data.config import DataConfig
 from data.holdout import Document, measure
 from data.shards import AGAIN, META, PROGRESS, Shard, open_split, read_meta, token_dtype, write_shard
 from data.sources import Corpus, content_of, open_corpus
-from data.tokenizer import BPE_TOKENS, PIECE, Tokenizer, build_tokenizer, check_bytes, load_tokenizer, pieces
 from data.tokenizer import FILE as TOKENIZER
+from data.tokenizer import PIECE, UNSET, Tokenizer, build_tokenizer, check_bytes, load_tokenizer, pieces
 
 VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
@@ -107,10 +107,9 @@ def refuse_other_request(folder: Path, before: dict, now: dict) -> None:
 
     A fact about the source or the tokenizer that one of the two versions of this code did not write down is not compared.
     """
-    default = {"tokenizer.vocab_size": BPE_TOKENS, "tokenizer.special": False}
     for key in now | before:
         option = key.split(".")[0] in DataConfig.__dataclass_fields__
-        then, ours = (default.get(key) if (value := request.get(key)) is None else value for request in (before, now))
+        then, ours = (UNSET.get(key) if (value := request.get(key)) is None else value for request in (before, now))
         if then == ours or not (option or (key in before and key in now)):
             continue
         wrong = f"the source has changed since {folder} was prepared ({key} {then} then, {ours} now)"

@@ -20,7 +20,7 @@ from data.loader import Mixture, Source, Windows
 from data.mqar import Mqar, mqar_tokenizer
 from data.retrieval import RetrievalSource
 from data.shards import open_split, read_meta
-from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
+from data.tokenizer import UNSET, Tokenizer, load_tokenizer
 
 # Options that only data.prepare reads, as meta.json names them.
 PREPARING = set("dataset subset split data_files column val_fraction max_tokens shard_tokens".split())
@@ -74,10 +74,9 @@ def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
         return
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     typed = flatten({override.key_or_group: override.value() for override in parsed})
-    default = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS, "tokenizer.special": False}
-    prepared = default | {option: value for option, value in prepared.items() if value is not None or option not in default}
+    prepared = UNSET | {option: value for option, value in prepared.items() if value is not None or option not in UNSET}
     for option, ours in flatten(asdict(cfg)).items():
-        ours = default.get(option) if ours is None else ours
+        ours = UNSET.get(option) if ours is None else ours
         if option in PREPARING and f"data.{option}" in typed and option in prepared and prepared[option] != ours:
             wrong = f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}"
             (fix,) = overrides_of({f"data.{option}": prepared[option]})

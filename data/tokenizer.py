@@ -34,6 +34,7 @@ FILE = "tokenizer.json"
 BPE_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES_PATTERN = r"[\s\S]"
 BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
+UNSET = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS, "tokenizer.special": False}  # what null stands for
 WITH_NUMBERS = 1024  # the smallest vocabulary of a bpe that is sure to have all pairs of digits
 PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=[^\s/])"), re.compile(r"(?<=[a-z])(?= [a-z])")

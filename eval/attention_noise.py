@@ -127,9 +127,9 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
             bar.update()
         for depth in cfg.depths:
             contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
-            mass, shape, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
+            mass, spread, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
             masses.append(mass)
-            spreads.append(shape)
+            spreads.append(spread)
             bar.update()
     signed = all(block.attention.row_sums != "any" for block in model.blocks)
     results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed)

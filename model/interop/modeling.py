@@ -55,7 +55,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Called for a module of which a checkpoint lacks weights, and for a new, resized embedding or head."""
-        for name in (name for name, one in self.named_modules() if one is module):  # memory that is only reserved
+        name = next((name for name, one in self.named_modules() if one is module), None)
+        if name is not None:  # its memory is only reserved
             raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
         nn.init.normal_(module.weight, std=0.02)
 

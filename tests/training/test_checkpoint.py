@@ -95,9 +95,7 @@ DAMAGES = {
     "int8 weights": changed("model.safetensors", lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()})),
     "NaN weights": changed("model.safetensors", lambda t: t["embedding.weight"][0].fill_(float("nan"))),
     "extra tensor": changed("model.safetensors", lambda t: t.update(other=torch.zeros(1))),
-    "states of another shape": changed(
-        "optimizer.safetensors", lambda t: t.update({"embedding.weight/exp_avg": torch.zeros(3)})
-    ),
+    "another shape": changed("optimizer.safetensors", lambda t: t.update({"embedding.weight/exp_avg": torch.zeros(3)})),
 }
 
 
