@@ -129,8 +129,8 @@ def test_a_covariate_is_least_squares_with_one_more_column_and_runs_without_it_a
 
 def test_what_cannot_be_fitted_has_no_error() -> None:
     two, missing = {1: 4.0, 2: 4.1}, {1: np.nan, 2: np.nan}
-    equal = {arm: [0.9] * 7 for arm in "abcd"}  # whose error is rounding
-    for values in ({"a": {1: 4.0}, "b": {1: 3.9}}, {"a": two}, {"a": two, "b": missing}, equal):
+    equal = [{arm: [0.9] * n for arm in "abcdefgh"} for n in range(4, 11)]  # whose error is rounding
+    for values in ({"a": {1: 4.0}, "b": {1: 3.9}}, {"a": two}, {"a": two, "b": missing}, *equal):
         assert not MixedModel(pd.DataFrame(values)).enough
     of_two_seeds = {
         arms: MixedModel(study(dict(zip("abcd"[:arms], range(arms), strict=True)), 2, 0.01, 0.0, 3)) for arms in (3, 4)
